@@ -2,6 +2,7 @@
 
 from setuptools import find_packages, setup
 
+ROOT = find_packages(include=["gradprune", "gradprune.*"], exclude=["gradprune.passes", "gradprune.passes.*"])
 PASSES = ["gradprune.passes", *(f"gradprune.passes.{name}" for name in find_packages("passes"))]
 
 setup(
@@ -12,10 +13,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=[
-        *find_packages(include=["gradprune", "gradprune.*"], exclude=["gradprune.passes", "gradprune.passes.*"]),
-        *PASSES,
-    ],
+    packages=[*ROOT, *PASSES],
     package_dir={"gradprune.passes": "passes"},
     package_data={"gradprune": ["py.typed"]},
     install_requires=["torch>=2.11", "sympy>=1.13", "numpy>=1.26", "typer>=0.12", "rich>=13"],

@@ -39,7 +39,7 @@ class Hypothesis:
 
     @classmethod
     def parse(cls, zero: str | Hypothesis) -> Hypothesis:
-        """``"advantages * loss_mask"`` -> Hypothesis(("advantages", "loss_mask")). Raises PruneError on anything else."""
+        """``"adv * mask"`` -> ``Hypothesis(("adv", "mask"))``. Raises PruneError on anything else."""
         if isinstance(zero, Hypothesis):
             return zero
         if not isinstance(zero, str):
@@ -143,9 +143,7 @@ class Certificate:
     def __str__(self) -> str:
         lines = [f"proved: every gradient of {self.subject or 'the loss'} is exactly zero"]
         lines += [f"  with respect to  {', '.join(self.wrt)}", f"  under            {self.hypothesis}"]
-        rows = (
-            "the microbatch, and each row by itself" if self.per_row else "the microbatch as a whole, not single rows"
-        )
+        rows = "the microbatch, and each row by itself" if self.per_row else "the microbatch as a whole only"
         lines += [f"  holds for        {rows}"]
         sizes = f"any size of {', '.join(self.symbolic)}" if self.symbolic else "these sizes only"
         lines += [f"  sizes            {sizes}"]

@@ -44,7 +44,7 @@ class Call:
 
 @dataclass(frozen=True)
 class CallStream:
-    """All torch calls of one path through the program, in order. Two runs with equal streams computed the same thing."""
+    """All torch calls of one path through the program, in order. Runs with equal streams compute the same thing."""
 
     calls: tuple[Call, ...]
 
