@@ -1,0 +1,174 @@
+"""StepPlan: which microbatch is dead and which sequence goes where. Made once a rollout, on the CPU, frozen."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gradprune.binding import Batch, BoundPlan, PlannedMicrobatch, any_current, planned
+from gradprune.errors import PlanError
+from gradprune.rollout import UniformGroup, read_array, read_groups, read_lengths, split_rows, uniform_groups, zero_rows
+
+__all__ = ["BoundPlan", "PlannedMicrobatch", "StepPlan", "any_current", "planned"]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Microbatches of every rank, in running order; frozen, hashable, picklable.
+
+    ranks: ``ranks[r]`` are the microbatches of data-parallel rank r. factors: names of the product that is zero where
+    a row is dead. dead_row_tokens: tokens of dead rows, wherever they stand; `dead_tokens` of them were put together.
+    """
+
+    ranks: tuple[tuple[PlannedMicrobatch, ...], ...]
+    factors: tuple[str, ...] = ("advantages",)
+    dead_row_tokens: int = 0
+    uniform: tuple[UniformGroup, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_rollout(
+        cls,
+        advantages: Any,
+        mask: Any,
+        microbatches: int | Sequence[Any],
+        *,
+        lengths: Any = None,
+        group_size: int | None = None,
+        rewards: Any = None,
+    ) -> StepPlan:
+        """The plan of one rank for microbatches that exist already: which of them are dead.
+
+        advantages: [R], [R, T], or packed [N] (with `lengths` [R], else each token is a row), on the CPU. mask: None,
+        or of the same rows. microbatches: rows a microbatch, or the number of rows of each, or the row indices of
+        each; every row in exactly one. group_size (with `rewards` [R] where there are some): lists groups of equal
+        rewards whose advantage is a rounding residue, in `uniform`.
+
+        Raises PlanError, naming row and bound, for data on a device, NaN or infinity, and shapes that do not fit.
+        """
+        factors = {"advantages": advantages} if mask is None else {"advantages": advantages, "mask": mask}
+        plan = cls.from_factors(factors, microbatches, lengths=lengths)
+        if group_size is None:
+            return plan
+        rows = sum(len(item.samples) for item in plan.ranks[0])
+        groups = read_groups(rows, group_size)
+        values = read_array("advantages", advantages)
+        if groups is None or len(values) != rows:
+            raise PlanError("group_size needs one row of advantages a sequence: pass advantages as [R] or [R, T]")
+        return replace(plan, uniform=uniform_groups(values, groups, rewards))
+
+    @classmethod
+    def from_factors(
+        cls, factors: Mapping[str, Any], microbatches: int | Sequence[Any], *, lengths: Any = None
+    ) -> StepPlan:
+        """`from_rollout` for any product of factors: a microbatch is dead where at every position one is zero."""
+        known = None if lengths is None else read_lengths(lengths)
+        dead = zero_rows(factors, known)
+        rows = len(dead)
+        width = max(array.size // max(len(array), 1) for array in (read_array(*item) for item in factors.items()))
+        tokens = np.full(rows, width) if known is None else known
+        names = tuple(factors)
+        planned_here = []
+        for index, samples in enumerate(split_rows(rows, microbatches)):
+            reason = _reason(names, dead, samples)
+            count = int(tokens[samples].sum())
+            is_dead = bool(dead[samples].all())
+            planned_here.append(PlannedMicrobatch(index, is_dead, reason, tuple(samples.tolist()), count, float(count)))
+        return cls((tuple(planned_here),), names, int(tokens[dead].sum()))
+
+    def bind(self, batches: Iterable[Batch] | None, rank: int | None = None) -> BoundPlan[Batch]:
+        """One pass over the batches of `rank`, which may be left out where the plan has one rank.
+
+        batches: a sequence, whose length must be the plan's, or an iterator, of which exactly that many are taken;
+        None (a rank that gets its data from another) yields None for each. Bind what reaches the step:
+        ``plan.bind(map(to_device, batches))``. For a virtual pipeline, bind each chunk's iterator.
+        """
+        if rank is None and len(self.ranks) != 1:
+            raise PlanError(f"the plan has {len(self.ranks)} ranks: pass rank=, the data-parallel rank of this process")
+        if not 0 <= (rank or 0) < len(self.ranks):
+            raise PlanError(f"rank is {rank}, the plan has {len(self.ranks)} ranks: pass 0 to {len(self.ranks) - 1}")
+        return BoundPlan(self.ranks[rank or 0], batches)
+
+    def agree(self, dead: Sequence[bool], rank: int = 0) -> StepPlan:
+        """The plan where microbatch i of `rank` stays dead only if ``dead[i]`` too: flags all-reduced over a group.
+
+        Raises PlanError unless there is one flag a microbatch.
+        """
+        mine = self.ranks[rank]
+        if len(dead) != len(mine):
+            raise PlanError(
+                f"agree was given {len(dead)} flags, rank {rank} has {len(mine)} microbatches: pass one each"
+            )
+        kept = tuple(
+            replace(item, dead=False, reason="dead here, live on another rank of the group")
+            if item.dead and not flag
+            else item
+            for item, flag in zip(mine, dead)
+        )
+        return replace(self, ranks=(*self.ranks[:rank], kept, *self.ranks[rank + 1 :]))
+
+    @property
+    def microbatches(self) -> tuple[PlannedMicrobatch, ...]:
+        """Of all ranks, rank after rank."""
+        return tuple(item for rank in self.ranks for item in rank)
+
+    @property
+    def tokens(self) -> int:
+        return sum(item.tokens for item in self.microbatches)
+
+    @property
+    def dead_tokens(self) -> int:
+        """Tokens in dead microbatches: those whose backward is pruned."""
+        return sum(item.tokens for item in self.microbatches if item.dead)
+
+    def digest(self) -> str:
+        """64 hexadecimal digits, the same on any machine; equal where ranks, order, samples and dead flags are."""
+        heads = [len(self.ranks)]
+        samples: list[int] = []
+        for rank in self.ranks:
+            heads.append(len(rank))
+            for item in rank:
+                heads += [item.step, item.index, item.dead, item.filler, item.tokens, len(item.samples)]
+                samples.extend(item.samples)
+        text = b"gradprune plan 1\0" + "\0".join(self.factors).encode()
+        numbers = np.asarray(heads + samples, dtype="<i8").tobytes()
+        return hashlib.sha256(text + b"\0" + numbers).hexdigest()
+
+    def __str__(self) -> str:
+        dead = sum(item.dead for item in self.microbatches)
+        share = self.dead_tokens / max(self.tokens, 1)
+        lines = [
+            f"plan {self.digest()[:12]}: {len(self.microbatches)} microbatches on {len(self.ranks)} "
+            f"rank{'s' * (len(self.ranks) != 1)}, {dead} dead ({' * '.join(self.factors)} == 0)",
+            f"  {self.dead_tokens} of {self.tokens} tokens in dead microbatches ({share:.1%}); "
+            f"{self.dead_row_tokens} belong to dead rows",
+        ]
+        lines += [f"  note: {note}" for note in self.notes] + [f"  residue: {group}" for group in self.uniform]
+        lines.append(f"  {'rank':>4} {'index':>5} {'':4} {'rows':>6} {'tokens':>8}  why")
+        lines += [
+            f"  {rank:>4} {item.index:>5} {'dead' if item.dead else 'live'} {len(item.samples):>6} {item.tokens:>8}  "
+            f"{item.reason}"
+            for rank, item in _head((rank, item) for rank, items in enumerate(self.ranks) for item in items)
+        ]
+        hidden = len(self.microbatches) - _SHOWN
+        return "\n".join(lines + ([f"  ... and {hidden} more"] if hidden > 0 else []))
+
+
+_SHOWN = 64
+
+
+def _head(rows: Iterable[tuple[int, PlannedMicrobatch]]) -> list[tuple[int, PlannedMicrobatch]]:
+    return [row for row, _ in zip(rows, range(_SHOWN))]
+
+
+def _reason(names: tuple[str, ...], dead: np.ndarray, samples: np.ndarray) -> str:
+    product = " * ".join(names)
+    if not len(samples):
+        return "no rows"
+    if dead[samples].all():
+        return f"{product} == 0 in all {len(samples)} rows"
+    return f"{product} != 0 in row {samples[np.argmin(dead[samples])]}"
