@@ -1,0 +1,31 @@
+"""Unsloth: the loss of its GRPO trainer, uncompiled, one advantage a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..sandbox import Sandbox
+from . import Loss
+
+DISTRIBUTION = "unsloth-zoo"
+FILE = "unsloth_zoo.rl_replacements"
+
+
+def losses(root: Path) -> dict[str, Loss]:
+    module = Sandbox(root, ("unsloth_zoo", "unsloth", "triton"), (FILE,)).load(FILE)
+    return {f"unsloth/{kind}": _loss(module.grpo_compute_loss, kind) for kind in ("grpo", "dapo", "cispo", "sapo")}
+
+
+def _loss(function: Any, kind: str) -> Loss:
+    clip = {"epsilon_low": 0.2, "epsilon_high": 5.0 if kind == "cispo" else 0.28}
+
+    def loss(logp, old, adv, mask, ref):
+        ids = torch.zeros(logp.shape, dtype=torch.long)
+        totals = {"num_items_in_batch": 40.0, "max_completion_length": logp.shape[1]}
+        outputs = function(ref, logp, old, None, ids, mask, 0.0, adv[:, 0], loss_type=kind, **clip, **totals)
+        return outputs[0]
+
+    return loss
