@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..sandbox import Sandbox
-from . import Loss
+from tests.peers.loaders import Loss
+from tests.peers.sandbox import Sandbox
 
 DISTRIBUTION = "areal"
 FILE = "areal.utils.functional.functional"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..sandbox import Sandbox
-from . import Loss
+from tests.peers.loaders import Loss
+from tests.peers.sandbox import Sandbox
 
 DISTRIBUTION = "trinity-rft"
 FOLDER = "trinity.algorithm.policy_loss_fn"

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..sandbox import Sandbox
-from . import Loss
+from tests.peers.loaders import Loss
+from tests.peers.sandbox import Sandbox
 
 DISTRIBUTION = "trl"
 PACKAGES = ("trl", "transformers", "accelerate", "datasets", "huggingface_hub", "pandas", "peft", "trackio", "wandb")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..sandbox import Sandbox
-from . import Loss
+from tests.peers.loaders import Loss
+from tests.peers.sandbox import Sandbox
 
 DISTRIBUTION = "unsloth-zoo"
 FILE = "unsloth_zoo.rl_replacements"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..sandbox import Sandbox, Settings
-from . import Loss
+from tests.peers.loaders import Loss
+from tests.peers.sandbox import Sandbox, Settings
 
 DISTRIBUTION = "verl"
 PACKAGES = ("verl", "tensordict", "transformers", "omegaconf", "ray", "flash_attn", "mindspeed", "torch_npu")
