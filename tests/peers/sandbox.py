@@ -10,7 +10,7 @@ import importlib.util
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Fake:
@@ -60,7 +60,7 @@ def _fake(dotted: str) -> Any:
 
 
 class _FakeModule(types.ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -28,7 +28,7 @@ class Batch:
 
 
 def draw(seed: int) -> Batch:
-    """A batch off policy: one advantage a row, none for rows 0 and 1; prefixes of each row valid, none wholly masked."""
+    """A batch off policy: one advantage a row, none for rows 0 and 1; a prefix of each row is valid."""
     gen = torch.Generator().manual_seed(seed)
     logp = -3 * torch.rand(ROWS, TOKENS, generator=gen) - 0.05
     lengths = torch.randint(3, TOKENS - 1, (ROWS, 1), generator=gen)

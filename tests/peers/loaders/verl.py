@@ -1,4 +1,4 @@
-"""verl: every policy loss of its registry that stands by itself, and two of the ways in which its actor combines them."""
+"""verl: every policy loss of its registry that stands by itself, and two ways in which its actor combines them."""
 
 from __future__ import annotations
 
