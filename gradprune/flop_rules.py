@@ -1,0 +1,118 @@
+"""What one operator costs, and what its backward will cost: formulas over torch's own FLOP registry.
+
+Nothing is registered globally: `EXTRA_FORMULAS` may be passed to ``FlopCounterMode(custom_mapping=...)``, and
+`count_operator` reads both tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import conv_flop_count, flop_registry, shape_wrapper
+
+aten = torch.ops.aten
+Shape = Sequence[Any]
+Formula = Callable[..., Any]
+
+
+def attention_flops(query_shape: Shape, key_shape: Shape, value_shape: Shape, *args: Any, **kwargs: Any) -> Any:
+    """Scores and their product with the values, dense: ``2 B H Sq Sk (D + Dv)``; grouped keys are broadcast."""
+    *batch, length_q, width = query_shape
+    return 2 * _product(batch) * length_q * key_shape[-2] * (width + value_shape[-1])
+
+
+def attention_backward_flops(
+    grad_shape: Shape, query_shape: Shape, key_shape: Shape, value_shape: Shape, *args: Any, **kwargs: Any
+) -> Any:
+    """Scores again, then the gradients of scores, values, queries and keys: ``2 B H Sq Sk (3 D + 2 Dv)``."""
+    *batch, length_q, width = query_shape
+    return 2 * _product(batch) * length_q * key_shape[-2] * (3 * width + 2 * value_shape[-1])
+
+
+def grouped_mm_flops(a_shape: Shape, b_shape: Shape, *args: Any, **kwargs: Any) -> Any:
+    """One product per group, ``2 M K N`` over all groups; each row (or column) belongs to one group.
+
+    Only where both operands are batched does every group have all rows and columns.
+    """
+    batch = a_shape[0] if len(a_shape) == len(b_shape) == 3 else 1
+    return 2 * batch * a_shape[-2] * a_shape[-1] * b_shape[-1]
+
+
+def _product(values: Shape) -> Any:
+    result: Any = 1
+    for value in values:
+        result = result * value
+    return result
+
+
+EXTRA_FORMULAS: dict[Any, Formula] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+    aten._scaled_dot_product_fused_attention_overrideable: attention_flops,
+    aten._scaled_dot_product_fused_attention_overrideable_backward: attention_backward_flops,
+    aten._grouped_mm: grouped_mm_flops,
+    aten._scaled_grouped_mm: grouped_mm_flops,
+}
+"""Formulas that torch lacks (2.11 to 2.13)."""
+
+_FORMULAS: dict[Any, Formula] = {packet: shape_wrapper(formula) for packet, formula in EXTRA_FORMULAS.items()}
+
+FIRST_FACTOR = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._grouped_mm: 0}
+"""Matrix products -> position of their first factor. The gradient of each factor is one product of equal cost."""
+
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_fused_attention_overrideable,
+}
+"""Attention kernels (queries, keys, values first); one kernel makes all gradients as soon as one is needed."""
+
+VARLEN_ATTENTION = {aten._flash_attention_forward, aten._efficient_attention_forward}
+CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_overrideable}
+
+
+def count_operator(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int | None:
+    """FLOPs of one call of an overload packet, or None where neither torch nor this module has a formula."""
+    formula = flop_registry.get(packet) or _FORMULAS.get(packet)
+    return None if formula is None else formula(*args, **kwargs, out_val=out)
+
+
+def derive_backward(packet: Any, args: Sequence[Any], out: Any, flops: int, needed: Sequence[bool]) -> int:
+    """FLOPs that autograd will run for one counted call; `needed[i]`: argument i needs a gradient.
+
+    Exact for matrix products, attention kernels and convolutions, which is all that can be differentiated and counted.
+    """
+    if packet in FIRST_FACTOR:
+        first = FIRST_FACTOR[packet]
+        return flops * (needed[first] + needed[first + 1])
+    if packet in ATTENTION:
+        query, key, value = (tensor.shape for tensor in args[:3])
+        return attention_backward_flops((), query, key, value) if any(needed[:3]) else 0
+    if packet in VARLEN_ATTENTION:
+        width, value_width = args[0].shape[-1], args[2].shape[-1]
+        return flops * (3 * width + 2 * value_width) // (width + value_width) if any(needed[:3]) else 0
+    if packet in CONVOLUTIONS:
+        x, weight, transposed = args[0], args[1], bool(args[6])
+        return convolution_backward_flops(x.shape, weight.shape, out.shape, transposed, needed[:2])
+    return 0
+
+
+def convolution_backward_flops(
+    x_shape: Shape, weight_shape: Shape, out_shape: Shape, transposed: bool, needed: Sequence[bool]
+) -> int:
+    """As `torch.utils.flop_counter` counts ``aten.convolution_backward`` (for groups > 1 it counts dense weights)."""
+
+    def swap(shape: Shape) -> list[Any]:
+        return [shape[1], shape[0], *shape[2:]]
+
+    total = 0
+    if needed[0]:
+        total += conv_flop_count(list(out_shape), list(weight_shape), list(x_shape), not transposed)
+    if needed[1]:
+        first, second = (out_shape, x_shape) if transposed else (x_shape, out_shape)
+        total += conv_flop_count(swap(first), swap(second), swap(weight_shape), transposed=False)
+    return total

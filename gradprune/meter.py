@@ -1,0 +1,153 @@
+"""The running FLOP account of a compiled step: counts each kind of microbatch once, then only tallies."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from gradprune.flop_tape import Tape, record_backward, record_forward
+from gradprune.flop_transfer import Cost, same_program, transfer_cost
+from gradprune.flops import FlopReport, Phases
+
+
+@dataclass
+class _Tally:
+    microbatches: int = 0
+    tokens: int = 0
+    padding: int = 0
+    fillers: int = 0
+
+
+class FlopMeter:
+    """Tallies microbatches by a hashable `key`: equal keys mean equal shapes, so equal FLOPs.
+
+    Per microbatch: ``if meter.wants(key): run the forward inside meter.counting_forward(key)``, and for a live one
+    ``meter.count_backward(key, loss)``; then ``meter.live(key, tokens)`` or ``meter.dead(key, tokens)``.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[Hashable, _Tally] = {}
+        self._dead: dict[tuple[Hashable, bool, bool], _Tally] = {}
+        self._live_tapes: dict[Hashable, Tape] = {}
+        self._dead_tapes: dict[Hashable, Tape] = {}
+
+    def live(self, key: Hashable, tokens: int, padding: int = 0) -> None:
+        """One more microbatch that ran in full. tokens: real ones; padding: further slots of its tensors."""
+        tally = self._live.get(key)
+        if tally is None:
+            tally = self._live[key] = _Tally()
+        tally.microbatches += 1
+        tally.tokens += tokens
+        tally.padding += padding
+
+    def dead(
+        self,
+        key: Hashable,
+        tokens: int,
+        padding: int = 0,
+        *,
+        forward: bool = True,
+        backward: bool = False,
+        filler: bool = False,
+    ) -> None:
+        """One more dead microbatch. forward: its forward ran (False where stored log-probs were reused); backward:
+        its backward ran all the same (an audit); filler: it holds no sample."""
+        tally = self._dead.get((key, forward, backward))
+        if tally is None:
+            tally = self._dead[key, forward, backward] = _Tally()
+        tally.microbatches += 1
+        tally.tokens += tokens
+        tally.padding += padding
+        tally.fillers += filler
+
+    def wants(self, key: Hashable, dead: bool = False) -> bool:
+        """Whether the coming microbatch should be counted: its key is new (for a live one: never ran live)."""
+        return key not in self._live_tapes and not (dead and key in self._dead_tapes)
+
+    @contextmanager
+    def counting_forward(self, key: Hashable, dead: bool = False) -> Iterator[None]:
+        """Count the forward that runs inside; a forward that raises leaves no trace."""
+        tape = Tape()
+        with record_forward(tape):
+            yield
+        (self._dead_tapes if dead else self._live_tapes)[key] = tape
+
+    def count_backward(self, key: Hashable, loss: torch.Tensor) -> torch.Tensor:
+        """Returns `loss` itself, whose backward will be counted for `key` by hooks on its graph, changing nothing.
+
+        A microbatch whose forward was not counted, or a loss without a graph, is let through.
+        """
+        tape = self._live_tapes.get(key)
+        if tape is not None and loss.grad_fn is not None:
+            record_backward(tape, loss)
+        return loss
+
+    def cost(self, key: Hashable) -> Cost | None:
+        """FLOPs of the unpruned step for `key`: counted, derived from a counted live step, or None if unknown."""
+        live = self._live_tapes.get(key)
+        if live is not None and live.saw_backward:
+            return Cost(live.measured(), exact=True)
+        forward_only = live or self._dead_tapes.get(key)
+        if forward_only is None:
+            return None
+        measured = [tape for tape in self._live_tapes.values() if tape.saw_backward]
+        if not measured:
+            return Cost(forward_only.derived(), exact=False)
+        alike = [tape for tape in measured if same_program(tape.forward, forward_only.forward)]
+        costs = [transfer_cost(tape, forward_only.forward) for tape in alike or measured[:1]]
+        return next((cost for cost in costs if cost.exact), costs[0])
+
+    def report(self) -> FlopReport:
+        """The account since the start or the last `reset`. Costs of the microbatches in flight are as known now."""
+        report = FlopReport()
+        costs = {key: self.cost(key) for key in {*self._live, *(key for key, _, _ in self._dead)}}
+        for key, tally in self._live.items():
+            report += _book_live(tally, costs[key])
+        for (key, forward, backward), tally in self._dead.items():
+            report += _book_dead(tally, costs[key], forward, backward)
+        return report
+
+    def reset(self) -> None:
+        """Start the account at zero; what was learned about costs stays."""
+        self._live.clear()
+        self._dead.clear()
+
+
+def _book_live(tally: _Tally, cost: Cost | None) -> FlopReport:
+    count = tally.microbatches
+    total = cost.phases.total * count if cost else 0
+    return FlopReport(
+        total=total,
+        live_run=cost.phases.scale(count) if cost else Phases(),
+        microbatches_live=count,
+        tokens_live=tally.tokens,
+        padding_live=tally.padding,
+        estimated=total if cost and not cost.exact else 0,
+        uncounted=0 if cost else count,
+    )
+
+
+def _book_dead(tally: _Tally, cost: Cost | None, forward: bool, backward: bool) -> FlopReport:
+    count = tally.microbatches
+    phases = cost.phases.scale(count) if cost else Phases()
+    run = Phases(
+        phases.forward if forward else 0, phases.backward if backward else 0, phases.recompute if backward else 0
+    )
+    pruned = Phases(
+        0 if forward else phases.forward, 0 if backward else phases.backward, 0 if backward else phases.recompute
+    )
+    total = cost.phases.total * count if cost else 0
+    return FlopReport(
+        total=total,
+        dead_run=run,
+        dead_pruned=pruned,
+        microbatches_dead=count,
+        tokens_dead=tally.tokens,
+        padding_dead=tally.padding,
+        fillers=tally.fillers,
+        estimated=total - phases.forward if cost and not cost.exact else 0,
+        uncounted=0 if cost else count,
+    )
