@@ -144,7 +144,10 @@ class FlopReport:
     def from_json(cls, data: Mapping[str, Any]) -> FlopReport:
         """The inverse of `to_json`. Raises TypeError on data of another shape, PruneError where it does not add up."""
         values: dict[str, Any] = dict(data)
-        return cls(**{key: Phases(**value) if isinstance(value, Mapping) else value for key, value in values.items()})
+        for name, value in data.items():
+            if isinstance(value, Mapping):
+                values[name] = Phases(**value)
+        return cls(**values)
 
     def __str__(self) -> str:
         share = self.pruned.total / self.total if self.total else 0.0

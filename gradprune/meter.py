@@ -8,9 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
+from gradprune.flop_fit import BatchShape, ShapeFit
 from gradprune.flop_tape import Tape, record_backward, record_forward
 from gradprune.flop_transfer import Cost, same_program, transfer_cost
 from gradprune.flops import FlopReport, Phases
+
+MAX_COUNTED = 256
+"""Microbatches counted at most; counting costs host time, and where shapes never settle it must end."""
+MAX_TALLIES = 4096
+"""Keys tallied apart before they are summed up, so that memory stays bounded."""
 
 
 @dataclass
@@ -24,6 +30,8 @@ class _Tally:
 class FlopMeter:
     """Tallies microbatches by a hashable `key`: equal keys mean equal shapes, so equal FLOPs.
 
+    A `BatchShape` as key also lets the meter stop counting once the shapes that it has counted determine the others.
+
     Per microbatch: ``if meter.wants(key): run the forward inside meter.counting_forward(key)``, and for a live one
     ``meter.count_backward(key, loss)``; then ``meter.live(key, tokens)`` or ``meter.dead(key, tokens)``.
     """
@@ -33,11 +41,15 @@ class FlopMeter:
         self._dead: dict[tuple[Hashable, bool, bool], _Tally] = {}
         self._live_tapes: dict[Hashable, Tape] = {}
         self._dead_tapes: dict[Hashable, Tape] = {}
+        self._fits: dict[Hashable, ShapeFit] = {}
+        self._unlearned: list[tuple[BatchShape, Tape]] = []
+        self._settled = FlopReport()
 
     def live(self, key: Hashable, tokens: int, padding: int = 0) -> None:
         """One more microbatch that ran in full. tokens: real ones; padding: further slots of its tensors."""
         tally = self._live.get(key)
         if tally is None:
+            self._settle_if_many()
             tally = self._live[key] = _Tally()
         tally.microbatches += 1
         tally.tokens += tokens
@@ -57,6 +69,7 @@ class FlopMeter:
         its backward ran all the same (an audit); filler: it holds no sample."""
         tally = self._dead.get((key, forward, backward))
         if tally is None:
+            self._settle_if_many()
             tally = self._dead[key, forward, backward] = _Tally()
         tally.microbatches += 1
         tally.tokens += tokens
@@ -64,8 +77,10 @@ class FlopMeter:
         tally.fillers += filler
 
     def wants(self, key: Hashable, dead: bool = False) -> bool:
-        """Whether the coming microbatch should be counted: its key is new (for a live one: never ran live)."""
-        return key not in self._live_tapes and not (dead and key in self._dead_tapes)
+        """Whether the coming microbatch should be counted: its cost is not known yet, or only from a dead forward."""
+        if key in self._live_tapes or (dead and key in self._dead_tapes):
+            return False
+        return len(self._live_tapes) + len(self._dead_tapes) < MAX_COUNTED and self._predict(key) is None
 
     @contextmanager
     def counting_forward(self, key: Hashable, dead: bool = False) -> Iterator[None]:
@@ -74,6 +89,8 @@ class FlopMeter:
         with record_forward(tape):
             yield
         (self._dead_tapes if dead else self._live_tapes)[key] = tape
+        if isinstance(key, BatchShape) and not dead:
+            self._unlearned.append((key, tape))
 
     def count_backward(self, key: Hashable, loss: torch.Tensor) -> torch.Tensor:
         """Returns `loss` itself, whose backward will be counted for `key` by hooks on its graph, changing nothing.
@@ -92,7 +109,8 @@ class FlopMeter:
             return Cost(live.measured(), exact=True)
         forward_only = live or self._dead_tapes.get(key)
         if forward_only is None:
-            return None
+            phases = self._predict(key)
+            return None if phases is None else Cost(phases, exact=True)
         measured = [tape for tape in self._live_tapes.values() if tape.saw_backward]
         if not measured:
             return Cost(forward_only.derived(), exact=False)
@@ -100,9 +118,25 @@ class FlopMeter:
         costs = [transfer_cost(tape, forward_only.forward) for tape in alike or measured[:1]]
         return next((cost for cost in costs if cost.exact), costs[0])
 
+    def _predict(self, key: Hashable) -> Phases | None:
+        if not isinstance(key, BatchShape):
+            return None
+        done = [item for item in self._unlearned if item[1].saw_backward]
+        self._unlearned = [item for item in self._unlearned if not item[1].saw_backward]
+        for shape, tape in done:
+            self._fits.setdefault(shape.kind, ShapeFit()).learn(shape.features(), tape.measured())
+        fit = self._fits.get(key.kind)
+        return None if fit is None else fit.predict(key.features())
+
+    def _settle_if_many(self) -> None:
+        if len(self._live) + len(self._dead) >= MAX_TALLIES:
+            settled = self.report()
+            self.reset()
+            self._settled = settled
+
     def report(self) -> FlopReport:
         """The account since the start or the last `reset`. Costs of the microbatches in flight are as known now."""
-        report = FlopReport()
+        report = self._settled
         costs = {key: self.cost(key) for key in {*self._live, *(key for key, _, _ in self._dead)}}
         for key, tally in self._live.items():
             report += _book_live(tally, costs[key])
@@ -114,6 +148,7 @@ class FlopMeter:
         """Start the account at zero; what was learned about costs stays."""
         self._live.clear()
         self._dead.clear()
+        self._settled = FlopReport()
 
 
 def _book_live(tally: _Tally, cost: Cost | None) -> FlopReport:

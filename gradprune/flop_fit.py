@@ -1,0 +1,88 @@
+"""FLOPs of shapes never counted, from shapes that were: exact linear algebra on the sizes of a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+from gradprune.flops import Phases
+
+REDUNDANT = 2
+"""How many counted shapes must agree with the fit of the others before it is believed."""
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Key of a microbatch: the shapes of its tensors, and the real lengths of its sequences where the CPU knows them.
+
+    Equal keys have equal FLOPs; unlike other hashable keys, this one lets `FlopMeter` conclude from one to another.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, leaves: Iterable[Any], lengths: Sequence[int] | None = None) -> BatchShape:
+        """From the leaves of a batch; what has no ``shape`` is passed over."""
+        shapes = tuple(tuple(leaf.shape) for leaf in leaves if hasattr(leaf, "shape"))
+        return cls(shapes, None if lengths is None else tuple(lengths))
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Batches of one kind have tensors of the same ranks: their FLOPs are one function of the sizes."""
+        return (*(len(shape) for shape in self.shapes), self.lengths is None)
+
+    def features(self) -> tuple[int, ...]:
+        """The sizes that FLOPs of a transformer are linear in: each size, elements, elements times length, and over
+        real sequences their number, tokens and squared lengths."""
+        values = [1]
+        for shape in self.shapes:
+            elements = prod(shape)
+            values += [*shape, elements, elements * (shape[-1] if shape else 0)]
+        if self.lengths is not None:
+            values += [len(self.lengths), sum(self.lengths), sum(length * length for length in self.lengths)]
+        return tuple(values)
+
+
+class ShapeFit:
+    """Costs as a linear function of features, kept as an echelon basis of the counted shapes, in rationals.
+
+    Predicts only inside the span of what was counted, only after `REDUNDANT` counted shapes confirmed the fit, and
+    never again once a counted shape contradicted it.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, list[Fraction]]] = []
+        self._confirmed = 0
+        self._refuted = False
+
+    def learn(self, features: Sequence[int], phases: Phases) -> None:
+        """One counted shape and its FLOPs."""
+        costs = (phases.forward, phases.backward, phases.recompute)
+        row = self._reduce([*map(Fraction, features), *map(Fraction, costs)])
+        pivot = next((i for i, value in enumerate(row[:-3]) if value), None)
+        if pivot is not None:
+            self._rows.append((pivot, [value / row[pivot] for value in row]))
+        elif any(row):
+            self._refuted = True
+        else:
+            self._confirmed += 1
+
+    def predict(self, features: Sequence[int]) -> Phases | None:
+        """FLOPs at `features`, or None where the counted shapes do not determine them."""
+        if self._refuted or self._confirmed < REDUNDANT:
+            return None
+        row = self._reduce([*map(Fraction, features), *([Fraction(0)] * 3)])
+        if any(row[:-3]) or any(cost.denominator != 1 or cost > 0 for cost in row[-3:]):
+            return None
+        return Phases(*(-int(cost) for cost in row[-3:]))
+
+    def _reduce(self, row: list[Fraction]) -> list[Fraction]:
+        for pivot, base in self._rows:
+            factor = row[pivot]
+            if factor:
+                row = [value - factor * other for value, other in zip(row, base)]
+        return row
