@@ -1,0 +1,49 @@
+"""What a training framework adds to a dead microbatch: settings that forbid it, tensors besides the parameters that must
+still receive a zero, state that a forward under no_grad would miss, and ranks that must decide together.
+
+`gradprune.compile(step, zero=..., schedule=...)` talks to a framework through this protocol and imports none.
+`gradprune.megatron.attach` makes one for megatron-core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from gradprune.binding import PlannedMicrobatch
+from gradprune.facts import Reason
+from gradprune.planner import StepPlan
+
+
+class Schedule(Protocol):
+    """How a dead microbatch fits into a framework's schedule of forwards and backwards."""
+
+    def refusal(self) -> Reason | None:
+        """Why nothing can be pruned here at all, by the setting's name; None if something can.
+
+        Asked before the first microbatch, and again whenever a verdict is made again. Raises PruneError instead of
+        returning where the schedule was made strict.
+        """
+
+    def objection(self, planned: PlannedMicrobatch | None) -> str | None:
+        """Why this microbatch must run live though its zeros are known, such as a plan that the ranks have not agreed
+        on; None if it may be dead. `planned` is None where the zeros were read from the batch. Costs no synchronisation.
+        """
+
+    def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
+        """Open around the forward of a dead microbatch through `model`, which runs under no_grad.
+
+        Yields the tensors besides the parameters to which the unpruned backward sends a gradient that somebody reads,
+        such as a pipeline stage's input: the dead backward must deliver exact zeros to them. They are leaves that
+        require grad, of the shape that a gradient of theirs must have when the context has closed.
+        """
+
+    def agree(self, plan: StepPlan, rank: int = 0) -> StepPlan:
+        """`plan` with each microbatch dead only where it may be so on every rank that shares its collectives.
+
+        Called by the user once a rollout, on every rank, before the first forward. Raises PlanError, on every rank,
+        where ranks that must hold the same plan do not.
+        """
