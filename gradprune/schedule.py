@@ -1,5 +1,5 @@
-"""What a training framework adds to a dead microbatch: settings that forbid it, tensors besides the parameters that must
-still receive a zero, state that a forward under no_grad would miss, and ranks that must decide together.
+"""What a training framework adds to a dead microbatch: settings that forbid it, tensors besides the parameters that
+must still receive a zero, state that a forward under no_grad would miss, and ranks that must decide together.
 
 `gradprune.compile(step, zero=..., schedule=...)` talks to a framework through this protocol and imports none.
 `gradprune.megatron.attach` makes one for megatron-core.
@@ -29,8 +29,10 @@ class Schedule(Protocol):
         """
 
     def objection(self, planned: PlannedMicrobatch | None) -> str | None:
-        """Why this microbatch must run live though its zeros are known, such as a plan that the ranks have not agreed
-        on; None if it may be dead. `planned` is None where the zeros were read from the batch. Costs no synchronisation.
+        """Why this microbatch must run live though its zeros are known; None if it may be dead.
+
+        For instance a plan that the ranks have not agreed on. `planned` is None where the zeros were read from the
+        batch. Costs no synchronisation.
         """
 
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
