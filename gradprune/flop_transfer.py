@@ -16,30 +16,41 @@ PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
 
 @dataclass(frozen=True)
 class Cost:
-    """FLOPs of the unpruned step of one microbatch. exact: counted, or derived by rules that leave no choice."""
+    """FLOPs of the unpruned step of one microbatch. exact: counted, or concluded from counted steps without a guess."""
 
     phases: Phases
     exact: bool
 
 
-def same_program(first: Sequence[Operator], second: Sequence[Operator]) -> bool:
-    """Whether two forwards are the same operators in the same order, at whatever shapes."""
-    return len(first) == len(second) and all(a.name == b.name for a, b in zip(first, second))
+def infer_cost(measured: Sequence[Tape], forward_only: Tape) -> Cost:
+    """Cost of a step of which only the forward was counted, from whole steps of the same model that were.
 
-
-def transfer_cost(measured: Tape, forward: Sequence[Operator]) -> Cost:
-    """Cost of a step of which only `forward` ran, from a tape with forward and backward.
-
-    Where both forwards are the same program, each operator inherits what its namesake's group did in the backward:
-    operators of one group had equal cost in the measured step (the layers' equal projections, say). Exact as long as
-    the group's operators still have equal cost in `forward`. Else each operator family keeps its ratio, an estimate.
+    In this order: what the operators of a step with the same program did in its backward; the rules of differentiation,
+    where they predicted each measured step; without either, an estimate.
     """
-    if same_program(measured.forward, forward):
-        backward = _inherit(measured.backward, measured.forward, forward, [_in_backward(op) for op in measured.forward])
-        recompute = _inherit(measured.recompute, measured.forward, forward, [op.flops for op in measured.forward])
-        if backward is not None and recompute is not None:
-            return Cost(Phases(sum(op.flops for op in forward), backward, recompute), exact=True)
-    return _keep_ratios(measured, forward)
+    for tape in measured:
+        cost = transfer_cost(tape, forward_only.forward)
+        if cost is not None:
+            return cost
+    if all(tape.derived() == tape.measured() for tape in measured):
+        return Cost(forward_only.derived(), exact=bool(measured))
+    return _keep_ratios(measured[0], forward_only.forward)
+
+
+def transfer_cost(measured: Tape, forward: Sequence[Operator]) -> Cost | None:
+    """Cost of a step whose `forward` is the same operators in the same order as in `measured`, at whatever shapes.
+
+    Each operator inherits what its namesake's group did in the backward: operators of one group had equal cost in the
+    measured step (the layers' equal projections, say). None where the programs differ, or where the operators of a
+    group do not have equal cost in `forward`, so that it matters which of them was differentiated or recomputed.
+    """
+    if [op.name for op in measured.forward] != [op.name for op in forward]:
+        return None
+    backward = _inherit(measured.backward, measured.forward, forward, [_in_backward(op) for op in measured.forward])
+    recompute = _inherit(measured.recompute, measured.forward, forward, [op.flops for op in measured.forward])
+    if backward is None or recompute is None:
+        return None
+    return Cost(Phases(sum(op.flops for op in forward), backward, recompute), exact=True)
 
 
 def _in_backward(op: Operator) -> int:
@@ -52,8 +63,10 @@ def _inherit(
 ) -> int | None:
     """FLOPs of `ops` at the costs of `now`; ``before[i]`` shows itself in `ops` as a call of ``traces[i]`` FLOPs.
 
-    None where a call belongs to no group, or its group's operators differ in cost.
+    None where a call belongs to no group, its group's operators differ in cost, or the group has no cost to scale.
     """
+    if any(old.flops == 0 != new.flops for old, new in zip(before, now)):
+        return None
     scaled = defaultdict(set)
     for old, new, trace in zip(before, now, traces):
         scaled[_family(old.name), trace].add(Fraction(new.flops * trace, old.flops) if old.flops else Fraction(0))
@@ -67,6 +80,7 @@ def _inherit(
 
 
 def _keep_ratios(measured: Tape, forward: Sequence[Operator]) -> Cost:
+    """An estimate: products and attention keep the ratios that they have in `measured`."""
     before, now = _by_family(measured.forward), _by_family(forward)
     known = {family: flops for family, flops in before.items() if flops}
     totals = []

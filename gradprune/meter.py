@@ -10,7 +10,7 @@ import torch
 
 from gradprune.flop_fit import BatchShape, ShapeFit
 from gradprune.flop_tape import Tape, record_backward, record_forward
-from gradprune.flop_transfer import Cost, same_program, transfer_cost
+from gradprune.flop_transfer import Cost, infer_cost
 from gradprune.flops import FlopReport, Phases
 
 MAX_COUNTED = 256
@@ -112,11 +112,7 @@ class FlopMeter:
             phases = self._predict(key)
             return None if phases is None else Cost(phases, exact=True)
         measured = [tape for tape in self._live_tapes.values() if tape.saw_backward]
-        if not measured:
-            return Cost(forward_only.derived(), exact=False)
-        alike = [tape for tape in measured if same_program(tape.forward, forward_only.forward)]
-        costs = [transfer_cost(tape, forward_only.forward) for tape in alike or measured[:1]]
-        return next((cost for cost in costs if cost.exact), costs[0])
+        return infer_cost(measured, forward_only)
 
     def _predict(self, key: Hashable) -> Phases | None:
         if not isinstance(key, BatchShape):

@@ -1,0 +1,372 @@
+"""The meter: equal to torch's own counter, touching no gradient; and what it concludes without counting."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoders import KINDS, DecoderConfig, make_decoder, make_tokens, policy_loss
+from torch.utils._python_dispatch import _get_current_dispatch_mode, is_in_torch_dispatch_mode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from gradprune import meter as meter_module
+from gradprune.flop_fit import BatchShape
+from gradprune.flop_rules import EXTRA_FORMULAS
+from gradprune.flop_tape import Tape, record_backward, record_forward
+from gradprune.flops import Phases
+from gradprune.meter import FlopMeter
+
+
+def torch_counts(forward) -> tuple[int, int]:
+    """FLOPs of forward and backward (recomputation included) by torch's counter."""
+    with FlopCounterMode(display=False, custom_mapping=EXTRA_FORMULAS) as ahead:
+        loss = forward()
+    with FlopCounterMode(display=False, custom_mapping=EXTRA_FORMULAS) as back:
+        loss.backward()
+    return ahead.get_total_flops(), back.get_total_flops()
+
+
+def count_live(meter, key, forward, tokens=0) -> torch.Tensor:
+    with meter.counting_forward(key):
+        loss = forward()
+    loss = meter.count_backward(key, loss)
+    meter.live(key, tokens)
+    return loss
+
+
+def count_dead(meter, key, forward, tokens=0) -> None:
+    with meter.counting_forward(key, dead=True), torch.no_grad():
+        forward()
+    meter.dead(key, tokens)
+
+
+def gradients(module) -> list[torch.Tensor | None]:
+    found = [parameter.grad for parameter in module.parameters()]
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same(first, second) -> None:
+    assert len(first) == len(second) > 0
+    for a, b in zip(first, second):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_what_torch_counts_and_changes_no_bit(kind):
+    model, tokens, meter = make_decoder(KINDS[kind]), make_tokens(2, 7), FlopMeter()
+    plain = policy_loss(model(tokens))
+    plain.backward()
+    expected = gradients(model)
+    loss = count_live(meter, "k", lambda: policy_loss(model(tokens)))
+    assert torch.equal(loss, plain)
+    loss.backward()
+    assert_same(gradients(model), expected)
+    phases = meter.cost("k").phases
+    assert (phases.forward, phases.backward + phases.recompute) == torch_counts(lambda: policy_loss(model(tokens)))
+    assert (phases.recompute > 0) == (model.config.checkpointing != "none")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dead_microbatch_inherits_from_a_live_one_of_other_shape(kind):
+    model, meter = make_decoder(KINDS[kind]), FlopMeter()
+    count_live(meter, (2, 7), lambda: policy_loss(model(make_tokens(2, 7)))).backward()
+    count_dead(meter, (3, 11), lambda: policy_loss(model(make_tokens(3, 11, seed=1))))
+    inherited = meter.cost((3, 11))
+    assert inherited.exact
+    assert meter.wants((3, 11))
+    count_live(meter, (3, 11), lambda: policy_loss(model(make_tokens(3, 11, seed=1)))).backward()
+    assert meter.cost((3, 11)) == inherited
+
+
+@pytest.mark.parametrize("kind", ["dense", "biased", "gqa", "wide-heads", "moe", "lora", "tied"])
+def test_a_dead_forward_alone_gives_the_backward(kind):
+    model, meter = make_decoder(KINDS[kind]), FlopMeter()
+    count_dead(meter, "k", lambda: policy_loss(model(make_tokens(2, 7))))
+    derived = meter.cost("k")
+    assert not derived.exact
+    forward, backward = torch_counts(lambda: policy_loss(model(make_tokens(2, 7))))
+    assert derived.phases == Phases(forward, backward)
+
+
+@pytest.mark.parametrize("frozen", [(), ("blocks.0.q",), ("blocks.1",), ("blocks.0", "embedding"), ("head",)])
+def test_frozen_weights_cost_no_gradient(frozen):
+    model = make_decoder(DecoderConfig(bias=True))
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    meter = FlopMeter()
+    count_dead(meter, "dead", lambda: policy_loss(model(make_tokens(2, 9))))
+    alone = meter.cost("dead").phases
+    count_live(meter, "live", lambda: policy_loss(model(make_tokens(2, 5)))).backward()
+    forward, backward = torch_counts(lambda: policy_loss(model(make_tokens(2, 9))))
+    assert alone == meter.cost("dead").phases == Phases(forward, backward)
+    assert meter.cost("dead").exact
+
+
+def _convolve(transposed, x, weight):
+    return (F.conv_transpose2d if transposed else F.conv2d)(x, weight, stride=2, padding=1)
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    "function, shapes",
+    [
+        (torch.mm, ((3, 4), (4, 5))),
+        (torch.bmm, ((2, 3, 4), (2, 4, 5))),
+        (lambda a, b: torch.addmm(torch.ones(5), a, b), ((3, 4), (4, 5))),
+        (lambda a, b: torch.baddbmm(torch.ones(1, 1, 5), a, b), ((2, 3, 4), (2, 4, 5))),
+        (lambda a, b: F.scaled_dot_product_attention(a, b, b), ((2, 4, 6, 8), (2, 4, 9, 8))),
+        (lambda a, b: F.scaled_dot_product_attention(a, b, b, enable_gqa=True), ((2, 4, 6, 8), (2, 2, 9, 8))),
+        (lambda a, b: _convolve(False, a, b), ((2, 3, 8, 8), (5, 3, 3, 3))),
+        (lambda a, b: _convolve(True, a, b), ((2, 3, 8, 8), (3, 5, 3, 3))),
+        (lambda a, b: torch.einsum("bij,bjk->bik", a, b), ((2, 3, 4), (2, 4, 5))),
+        (lambda a, b: a @ b, ((2, 3, 4), (4, 5))),
+    ],
+)
+def test_derives_each_operator_as_torch_runs_it(function, shapes, needs):
+    inputs = [torch.randn(shape, requires_grad=need) for shape, need in zip(shapes, needs)]
+    tape = Tape()
+    with record_forward(tape):
+        loss = function(*inputs).sin().sum()
+    assert tape.derived() == Phases(*torch_counts(lambda: function(*inputs).sin().sum()))
+    record_backward(tape, loss)
+    loss.backward()
+    assert tape.measured() == tape.derived()
+    assert tape.derived().backward > 0
+
+
+def test_grouped_products_are_counted():
+    offsets = torch.tensor([3, 8], dtype=torch.int32)
+    rows, weights = torch.randn(8, 16), torch.randn(2, 16, 32)
+    tape = Tape()
+    with record_forward(tape):
+        torch._grouped_mm(rows.bfloat16(), weights.bfloat16(), offs=offsets)
+    assert tape.measured().forward == 2 * 8 * 16 * 32
+
+
+class OwnLinear(torch.autograd.Function):
+    """Products in a hand-written forward and backward, as fused layers have them."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_tells_recompute_from_backward_in_hand_written_layers(reentrant):
+    # 3 x 4 times 4 x 4: 96 FLOPs a product. Two layers; the backward has two products each, the checkpoint runs both
+    # layers again, save the last where it stops early: its input is all that is needed.
+    weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    meter = FlopMeter()
+    run = lambda: checkpoint(  # noqa: E731
+        lambda t: OwnLinear.apply(OwnLinear.apply(t, weight).sin(), weight), x, use_reentrant=reentrant
+    ).sum()
+    count_live(meter, "k", run).backward()
+    assert meter.cost("k").phases.forward == 2 * 96
+    assert meter.cost("k").phases.backward == 4 * 96
+    assert meter.cost("k").phases.recompute == 2 * 96
+    forward, back = torch_counts(run)
+    assert (forward, back) == (2 * 96, 6 * 96)
+
+
+def test_survives_autograd_grad_retained_graphs_and_vector_losses():
+    model, tokens = make_decoder(KINDS["dense"]), make_tokens(2, 5)
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(policy_loss(model(tokens)), parameters)
+    meter = FlopMeter()
+    loss = count_live(meter, "k", lambda: policy_loss(model(tokens)))
+    assert_same(torch.autograd.grad(loss, parameters, retain_graph=True), expected)
+    once = meter.cost("k").phases.backward
+    assert_same(torch.autograd.grad(loss, parameters), expected)
+    assert meter.cost("k").phases.backward == 2 * once == 2 * torch_counts(lambda: policy_loss(model(tokens)))[1]
+
+    direction = torch.linspace(0.5, 1, 8).view(2, 4)
+    expected = torch.autograd.grad(model(tokens), parameters, direction)
+    vector = count_live(meter, "v", lambda: model(tokens))
+    assert_same(torch.autograd.grad(vector, parameters, direction), expected)
+    assert meter.cost("v").phases == Phases(*torch_counts(lambda: model(tokens).sum()))
+
+
+def test_double_backward_is_backward():
+    x = torch.randn(3, 4, requires_grad=True)
+    weight = torch.randn(4, 4, requires_grad=True)
+    meter = FlopMeter()
+    loss = count_live(meter, "k", lambda: (x @ weight).sin().sum())
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert meter.cost("k").phases == Phases(96, 96)
+    assert grad.requires_grad
+
+
+class Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("on purpose")
+
+
+def test_an_exception_in_the_backward_leaves_no_mode_behind():
+    x = torch.randn(3, 3, requires_grad=True)
+    meter = FlopMeter()
+    loss = count_live(meter, "k", lambda: (Explode.apply(x @ x) @ x).sum())
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        loss.backward()
+    assert _get_current_dispatch_mode() is None
+    assert not is_in_torch_dispatch_mode()
+
+
+def test_an_exception_in_the_forward_leaves_the_key_uncounted():
+    meter = FlopMeter()
+    with pytest.raises(ArithmeticError), meter.counting_forward("k"):
+        raise ArithmeticError
+    assert _get_current_dispatch_mode() is None
+    assert meter.wants("k") and meter.cost("k") is None
+
+
+def test_an_inner_no_grad_region_is_no_claim_of_exactness():
+    # The scorer's product looks differentiable to a dead forward: an estimate, until a live step shows that it is not.
+    # 5 rows times 4 x 4: 160 FLOPs a product; x needs no gradient, so that the backward has one product.
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def step(rows):
+        x = torch.ones(rows, 4)
+        with torch.no_grad():
+            score = (x @ weight).sum()
+        return (x @ weight).sum() * score
+
+    meter = FlopMeter()
+    count_dead(meter, 5, lambda: step(5))
+    assert not meter.cost(5).exact and meter.cost(5).phases == Phases(2 * 160, 2 * 160)
+    count_live(meter, 3, lambda: step(3)).backward()
+    assert meter.cost(5).exact and meter.cost(5).phases == Phases(2 * 160, 160)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_models_stay_compiled_and_are_counted(backend):
+    torch._dynamo.reset()
+    model, tokens, meter = make_decoder(KINDS["dense"]), make_tokens(2, 7), FlopMeter()
+    expected = torch_counts(lambda: policy_loss(model(tokens)))
+    model.zero_grad()
+    compiled = torch.compile(model, backend=backend)
+    policy_loss(compiled(tokens)).backward()
+    plain = gradients(model)
+    count_live(meter, "k", lambda: policy_loss(compiled(tokens))).backward()
+    assert_same(gradients(model), plain)
+    assert meter.cost("k").phases == Phases(*expected)
+    torch._dynamo.reset()
+
+
+def test_report_adds_up_by_kind_and_fate():
+    model, meter = make_decoder(KINDS["reentrant"]), FlopMeter()
+    count_live(meter, "k", lambda: policy_loss(model(make_tokens(2, 7))), tokens=12).backward()
+    one = meter.cost("k").phases
+    meter.live("k", 11, padding=3)
+    meter.dead("k", 9, padding=5)
+    meter.dead("k", 9, forward=False)
+    meter.dead("k", 9, backward=True)
+    meter.dead("k", 0, padding=1, filler=True)
+    report = meter.report()
+    assert report.total == 6 * one.total
+    assert report.live_run == one.scale(2) and report.live_pruned == Phases()
+    assert report.dead_run == Phases(3 * one.forward, one.backward, one.recompute)
+    assert report.dead_pruned == Phases(one.forward, 3 * one.backward, 3 * one.recompute)
+    assert (report.microbatches_live, report.microbatches_dead, report.fillers) == (2, 4, 1)
+    assert (report.tokens_live, report.tokens_dead, report.padding_live, report.padding_dead) == (23, 27, 3, 6)
+    assert (report.estimated, report.uncounted) == (0, 0)
+    meter.reset()
+    assert meter.report().total == 0 and not meter.wants("k")
+
+
+def test_says_what_it_could_not_count():
+    meter = FlopMeter()
+    meter.live("never counted", 5)
+    assert meter.report().uncounted == 1 and meter.report().total == 0
+
+
+def test_estimates_are_counted_as_estimates():
+    model, meter = make_decoder(KINDS["dense"]), FlopMeter()
+    count_dead(meter, "k", lambda: policy_loss(model(make_tokens(2, 7))))
+    report = meter.report()
+    assert report.estimated == report.pruned.total > 0
+
+
+@pytest.mark.parametrize("kind", ["gqa", "non-reentrant", "lora"])
+def test_stops_counting_once_shapes_determine_each_other(kind):
+    model, meter = make_decoder(KINDS[kind]), FlopMeter()
+    sizes = [(1 + seed * 7 % 5, 3 + seed * 11 % 17) for seed in range(24)]
+    assert len(set(sizes)) == 24
+    counted = 0
+    for rows, length in sizes:
+        tokens = make_tokens(rows, length)
+        key = BatchShape.of([tokens, tokens[:, 0]])
+        if meter.wants(key):
+            counted += 1
+            count_live(meter, key, lambda tokens=tokens: policy_loss(model(tokens))).backward()
+        else:
+            predicted = meter.cost(key)
+            assert predicted.exact
+            tape = Tape()
+            with record_forward(tape):
+                loss = policy_loss(model(tokens))
+            record_backward(tape, loss)
+            loss.backward()
+            assert predicted.phases == tape.measured()
+        meter.live(key, tokens.numel())
+    assert counted < 16
+    assert meter.report().uncounted == meter.report().estimated == 0
+
+
+def test_keeps_counting_where_shapes_do_not_determine_the_cost():
+    weight, meter = torch.randn(4, 4, requires_grad=True), FlopMeter()
+
+    def step(rows):
+        x = torch.ones(rows, 4)
+        for _ in range(rows % 3 + 1):
+            x = x @ weight
+        return x.sum()
+
+    for rows in range(1, 30):
+        key = BatchShape(((rows, 4),))
+        assert meter.wants(key)
+        count_live(meter, key, lambda rows=rows: step(rows)).backward()
+
+
+def test_counting_ends_and_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(meter_module, "MAX_COUNTED", 3)
+    monkeypatch.setattr(meter_module, "MAX_TALLIES", 4)
+    weight, meter = torch.randn(4, 4, requires_grad=True), FlopMeter()
+    for rows in range(1, 11):
+        if meter.wants(rows):
+            count_live(meter, rows, lambda rows=rows: (torch.ones(rows, 4) @ weight).sum()).backward()
+        else:
+            meter.live(rows, 0)
+    report = meter.report()
+    # rows 1 to 3 are counted: 32 FLOPs a row forward, as many backward; the other seven are missing, and said to be
+    assert (report.total, report.uncounted, report.microbatches_live) == (64 * (1 + 2 + 3), 7, 10)
+    assert len(meter._live) <= 4
+
+
+def test_a_microbatch_costs_the_hot_path_little():
+    model, meter = make_decoder(KINDS["dense"]), FlopMeter()
+    tokens = make_tokens(4, 16)
+    key = BatchShape.of([tokens] * 6, lengths=[16] * 4)
+    count_live(meter, key, lambda: policy_loss(model(tokens))).backward()
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(100):
+            meter.wants(key)
+            meter.live(key, 64)
+            meter.dead(key, 64)
+        best = min(best, (time.perf_counter() - start) / 100)
+    assert best < 20e-6  # two microbatches
