@@ -31,6 +31,13 @@ def attention_backward_flops(
     return 2 * _product(batch) * length_q * key_shape[-2] * (3 * width + 2 * value_shape[-1])
 
 
+def product_flops(packet: Any, a_shape: Shape, b_shape: Shape) -> Any:
+    """``2 [B] M K N`` of any matrix product in `FIRST_FACTOR`, at numbers or symbols."""
+    if packet is aten._grouped_mm:
+        return grouped_mm_flops(a_shape, b_shape)
+    return 2 * _product(a_shape) * b_shape[-1]
+
+
 def grouped_mm_flops(a_shape: Shape, b_shape: Shape, *args: Any, **kwargs: Any) -> Any:
     """One product per group, ``2 M K N`` over all groups; each row (or column) belongs to one group.
 

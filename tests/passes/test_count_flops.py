@@ -1,0 +1,137 @@
+"""The symbolic count equals torch's counter at every size, phase by phase."""
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from gradprune.errors import PruneError
+from gradprune.flop_rules import EXTRA_FORMULAS
+from gradprune.flops import Phases
+from gradprune.passes.count_flops import count_flops
+from gradprune.trace import trace_joint
+
+
+def torch_counts(fn, args) -> tuple[int, int]:
+    with FlopCounterMode(display=False, custom_mapping=EXTRA_FORMULAS) as ahead:
+        loss = fn(*args)
+    with FlopCounterMode(display=False, custom_mapping=EXTRA_FORMULAS) as back:
+        loss.backward()
+    return ahead.get_total_flops(), back.get_total_flops()
+
+
+def assert_counts(fn, make_args, names, wrt, shapes) -> None:
+    """Traced at the first shape, equal to torch's counter at all of them."""
+    (joint,) = trace_joint(fn, make_args(*shapes[0]), names=names, wrt=wrt)
+    flops = count_flops(joint)
+    for shape in shapes:
+        args = make_args(*shape)
+        for name, tensor in zip(names, args):
+            tensor.requires_grad_(name in wrt)
+        phases = flops.at_inputs(dict(zip(names, args)))
+        assert (phases.forward, phases.backward + phases.recompute) == torch_counts(fn, args)
+        assert phases.total > 0
+
+
+def head(x_RTH, weight_VH):
+    return F.linear(x_RTH, weight_VH).log_softmax(-1)[..., 0].mean()
+
+
+def make_head(rows, length, hidden, vocabulary):
+    return torch.randn(rows, length, hidden), torch.randn(vocabulary, hidden)
+
+
+HEAD_SHAPES = [(2, 5, 6, 7), (3, 11, 8, 13), (7, 9, 5, 3)]
+
+
+@pytest.mark.parametrize("wrt", [("x", "weight"), ("x",), ("weight",)])
+def test_a_head_costs_one_product_per_gradient(wrt):
+    assert_counts(head, make_head, ("x", "weight"), wrt, HEAD_SHAPES)
+    (joint,) = trace_joint(head, make_head(2, 5, 6, 7), names=("x", "weight"), wrt=wrt)
+    rows, length, hidden, vocabulary = (
+        sympy.Symbol(name, integer=True, positive=True) for name in ("x[0]", "x[1]", "x[2]", "weight[0]")
+    )
+    product = 2 * rows * length * hidden * vocabulary
+    flops = count_flops(joint)
+    assert flops.forward == product
+    assert flops.backward == len(wrt) * product
+    assert flops.recompute == 0 and flops.total == (1 + len(wrt)) * product
+    assert flops.sizes["weight[1]"] == hidden
+
+
+def attention(x_RTH, qkv_KH, out_HH):
+    q, k, v = F.linear(x_RTH, qkv_KH).unflatten(-1, (6, -1)).transpose(1, 2).split([4, 1, 1], 1)
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return F.linear(attended.transpose(1, 2).flatten(2), out_HH).square().mean()
+
+
+def make_attention(rows, length):
+    return torch.randn(rows, length, 8), torch.randn(12, 8), torch.randn(8, 8)
+
+
+@pytest.mark.parametrize("wrt", [("x", "qkv", "out"), ("x",), ("out",)])
+def test_attention_is_quadratic_in_the_length(wrt):
+    assert_counts(attention, make_attention, ("x", "qkv", "out"), wrt, [(2, 5), (3, 12), (1, 7)])
+    (joint,) = trace_joint(attention, make_attention(2, 5), names=("x", "qkv", "out"), wrt=wrt)
+    length = sympy.Symbol("x[1]", integer=True, positive=True)
+    flops = count_flops(joint)
+    assert sympy.degree(flops.forward, length) == 2
+    # ("out",) needs no gradient of the attention: its backward is one product, linear in the length
+    assert sympy.degree(flops.backward, length) == (1 if wrt == ("out",) else 2)
+
+
+def products(a, b, c):
+    return (torch.bmm(a, b) + torch.baddbmm(c, a, b)).sum() + torch.einsum("bij,bjk->ik", a, b).sum()
+
+
+def make_products(batch, m, k, n):
+    return torch.randn(batch, m, k), torch.randn(batch, k, n), torch.randn(batch, m, n)
+
+
+@pytest.mark.parametrize("wrt", [("a", "b", "c"), ("a",), ("b",)])
+def test_batched_products(wrt):
+    assert_counts(products, make_products, ("a", "b", "c"), wrt, [(2, 3, 4, 5), (3, 7, 6, 2)])
+
+
+def convolve(x, weight):
+    return F.conv1d(x, weight, padding=1).sin().sum()
+
+
+@pytest.mark.parametrize("wrt", [("x", "weight"), ("x",), ("weight",)])
+def test_convolution(wrt):
+    make = lambda rows, length: (torch.randn(rows, 4, length), torch.randn(6, 4, 3))  # noqa: E731
+    assert_counts(convolve, make, ("x", "weight"), wrt, [(2, 9), (3, 16)])
+
+
+def checkpointed(x, first, second):
+    return checkpoint(lambda t: F.linear(F.linear(t, first).sin(), second).sin(), x, use_reentrant=False).sum()
+
+
+def test_separates_recompute_from_backward():
+    # [R, 6] by 5 x 6, then 7 x 5: products of 60 R and 70 R FLOPs. Two gradients each; the sine after it needs the
+    # second product again, so that nothing is spared.
+    make = lambda rows: (torch.randn(rows, 6), torch.randn(5, 6), torch.randn(7, 5))  # noqa: E731
+    names = ("x", "first", "second")
+    assert_counts(checkpointed, make, names, names, [(3,), (8,)])
+    (joint,) = trace_joint(checkpointed, make(3), names=names, wrt=names)
+    assert count_flops(joint).at_inputs(dict(zip(names, make(10)))) == Phases(1300, 2600, 1300)
+
+
+def test_elementwise_losses_cost_nothing():
+    (joint,) = trace_joint(lambda x, m: (x.exp() * m).sum(), (torch.randn(2, 3), torch.ones(2, 3)), wrt=("x",))
+    assert count_flops(joint).total == 0
+
+
+def test_a_missing_size_is_named():
+    (joint,) = trace_joint(head, make_head(2, 5, 6, 7), names=("x", "weight"), wrt=("x",))
+    with pytest.raises(PruneError, match=r"FLOPs depend on weight\[0\], x\[2\]: give a value for each"):
+        count_flops(joint).at({"x[0]": 1, "x[1]": 2})
+
+
+def test_counting_adds_no_guard():
+    (joint,) = trace_joint(attention, make_attention(2, 5), names=("x", "qkv", "out"), wrt=("x",))
+    before = len(joint.shape_env.guards)
+    count_flops(joint)
+    assert len(joint.shape_env.guards) == before
