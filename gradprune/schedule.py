@@ -8,7 +8,7 @@ must still receive a zero, state that a forward under no_grad would miss, and ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -22,11 +22,7 @@ class Schedule(Protocol):
     """How a dead microbatch fits into a framework's schedule of forwards and backwards."""
 
     def refusal(self) -> Reason | None:
-        """Why nothing can be pruned here at all, by the setting's name; None if something can.
-
-        Asked before the first microbatch, and again whenever a verdict is made again. Raises PruneError instead of
-        returning where the schedule was made strict.
-        """
+        """Why nothing can be pruned here at all, by the setting's name; None if something can."""
 
     def objection(self, planned: PlannedMicrobatch | None) -> str | None:
         """Why this microbatch must run live though its zeros are known; None if it may be dead.
@@ -35,17 +31,42 @@ class Schedule(Protocol):
         batch. Costs no synchronisation.
         """
 
+    def computes_loss(self, model: torch.nn.Module) -> bool:
+        """Whether the output of `model` goes into the loss function here, and not to the next pipeline stage."""
+
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         """Open around the forward of a dead microbatch through `model`, which runs under no_grad.
 
         Yields the tensors besides the parameters to which the unpruned backward sends a gradient that somebody reads,
         such as a pipeline stage's input: the dead backward must deliver exact zeros to them. They are leaves that
-        require grad, of the shape that a gradient of theirs must have when the context has closed.
+        require grad and keep their shape.
         """
 
-    def agree(self, plan: StepPlan, rank: int = 0) -> StepPlan:
+    def agree(self, plan: StepPlan) -> StepPlan:
         """`plan` with each microbatch dead only where it may be so on every rank that shares its collectives.
 
         Called by the user once a rollout, on every rank, before the first forward. Raises PlanError, on every rank,
         where ranks that must hold the same plan do not.
         """
+
+
+class _NoSchedule:
+    """One process, or data parallelism whose gradients are reduced after the last backward."""
+
+    def refusal(self) -> Reason | None:
+        return None
+
+    def objection(self, planned: PlannedMicrobatch | None) -> str | None:
+        return None
+
+    def computes_loss(self, model: torch.nn.Module) -> bool:
+        return True
+
+    def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
+        return nullcontext(())
+
+    def agree(self, plan: StepPlan) -> StepPlan:
+        return plan
+
+
+no_schedule: Schedule = _NoSchedule()

@@ -144,7 +144,7 @@ def _device_substitutes() -> list[tuple[Any, str, Any]]:
 
 
 def _megatron_substitutes() -> list[tuple[Any, str, Any]]:
-    """Places where megatron-core itself needs CUDA or TransformerEngine and has no way around; each names its reason."""
+    """Places where megatron-core itself needs CUDA or TransformerEngine without a way around; each with its reason."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
