@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 
+from gradprune.assembly import Cost, Repacking, assemble
 from gradprune.binding import Batch, BoundPlan, PlannedMicrobatch, any_current, planned
 from gradprune.errors import PlanError
+from gradprune.layout import Balance
+from gradprune.limits import Limits
+from gradprune.memory import ActivationMemory
 from gradprune.rollout import UniformGroup, read_array, read_groups, read_lengths, split_rows, uniform_groups, zero_rows
 
 __all__ = ["BoundPlan", "PlannedMicrobatch", "StepPlan", "any_current", "planned"]
@@ -29,6 +33,7 @@ class StepPlan:
     dead_row_tokens: int = 0
     uniform: tuple[UniformGroup, ...] = ()
     notes: tuple[str, ...] = ()
+    balance: Balance | None = field(default=None, compare=False)
 
     @classmethod
     def from_rollout(
@@ -79,6 +84,78 @@ class StepPlan:
             is_dead = bool(dead[samples].all())
             planned_here.append(PlannedMicrobatch(index, is_dead, reason, tuple(samples.tolist()), count, float(count)))
         return cls((tuple(planned_here),), names, int(tokens[dead].sum()))
+
+    @classmethod
+    def build(
+        cls,
+        lengths: Any,
+        advantages: Any,
+        mask: Any = None,
+        *,
+        token_budget: int | None,
+        ranks: int,
+        cost: Cost | None = None,
+        group_size: int | None = None,
+        groups: Any = None,
+        keep_groups: bool = False,
+        rewards: Any = None,
+        snap_uniform: bool = False,
+        steps: int | Sequence[int] = 1,
+        memory: ActivationMemory | None = None,
+        normaliser: Literal["global", "microbatch"] = "global",
+        rows_coupled: bool = False,
+        tier: Literal["exact", "reordering"] = "exact",
+        **limits: Any,
+    ) -> StepPlan:
+        """Packs the sequences of all ranks into microbatches, dead and live apart, for the fastest slowest rank.
+
+        lengths [R]: tokens of each sequence. advantages: [R], [R, T] or packed [sum(lengths)]; mask alike. cost:
+        lengths [R] -> forward FLOPs of each sequence; by default its tokens. limits: the other fields of `Limits`, such
+        as ``num_microbatches=8, lockstep=True``. memory: derives dead_token_budget where that is not passed.
+
+        group_size or groups [R] (an id a row), and rewards [R]: report groups of equal rewards whose advantages are
+        not zero; snap_uniform takes those as zeros (see `snap`). keep_groups: a group stays in one microbatch.
+        steps: optimizer steps that the rollout is used for, as many equal slices, or the step [R] of each sequence.
+
+        normaliser, rows_coupled: what the loss does; see `probe.probe_normaliser`. A loss that couples rows is never
+        re-packed, and one that divides by a number of its microbatch only with ``tier="reordering"``: the plan then is
+        another weighting of the sequences, although pruning it is exact.
+
+        Where there are fewer sequences than ranks, the others get a one-token dead filler. Raises PlanError.
+        """
+        repacking = Repacking(normaliser, rows_coupled, tier)
+        if memory is not None and token_budget is not None:
+            limits.setdefault("dead_token_budget", memory.dead_token_budget(token_budget))
+        rules = Limits(ranks=ranks, token_budget=token_budget, **limits)
+        known = read_lengths(lengths)
+        factors = {"advantages": advantages} if mask is None else {"advantages": advantages, "mask": mask}
+        dead = zero_rows(factors, known)
+        uniform = _find_uniform(advantages, len(dead), group_size, groups, rewards, snap_uniform)
+        for group in uniform:
+            if group.snapped:
+                dead[list(group.rows)] = True
+        kept = read_groups(len(dead), group_size if groups is None else groups) if keep_groups else None
+        if keep_groups and kept is None:
+            raise PlanError("keep_groups needs groups: pass group_size, or groups, one id a row")
+        product = " * ".join(factors)
+        rows, balance = assemble(known, dead, cost, rules, None if kept is None else kept[0], steps, product)
+        notes = (*repacking.notes(), *_snap_note(uniform))
+        return cls(rows, tuple(factors), int(known[dead].sum()), uniform, notes, balance)
+
+    @property
+    def steps(self) -> tuple[StepPlan, ...]:
+        """One plan an optimizer step: what to bind where each step has data of its own."""
+        count = 1 + max((item.step for item in self.microbatches), default=0)
+        ranks = [tuple(tuple(i for i in rank if i.step == step) for rank in self.ranks) for step in range(count)]
+        return tuple(replace(self, ranks=ranks[step]) for step in range(count))
+
+    def snap(self, advantages: Any) -> Any:
+        """A copy of `advantages` where the groups that this plan snapped are exact zeros: what the loss must get."""
+        snapped = advantages.clone() if hasattr(advantages, "clone") else np.array(advantages)
+        for group in self.uniform:
+            if group.snapped:
+                snapped[list(group.rows)] = 0
+        return snapped
 
     def bind(self, batches: Iterable[Batch] | None, rank: int | None = None) -> BoundPlan[Batch]:
         """One pass over the batches of `rank`, which may be left out where the plan has one rank.
@@ -147,6 +224,7 @@ class StepPlan:
             f"  {self.dead_tokens} of {self.tokens} tokens in dead microbatches ({share:.1%}); "
             f"{self.dead_row_tokens} belong to dead rows",
         ]
+        lines += [f"  {self.balance}"] if self.balance else []
         lines += [f"  note: {note}" for note in self.notes] + [f"  residue: {group}" for group in self.uniform]
         lines.append(f"  {'rank':>4} {'index':>5} {'':4} {'rows':>6} {'tokens':>8}  why")
         lines += [
@@ -163,6 +241,34 @@ _SHOWN = 64
 
 def _head(rows: Iterable[tuple[int, PlannedMicrobatch]]) -> list[tuple[int, PlannedMicrobatch]]:
     return [row for row, _ in zip(rows, range(_SHOWN))]
+
+
+def _find_uniform(
+    advantages: Any, rows: int, group_size: int | None, groups: Any, rewards: Any, snap: bool
+) -> tuple[UniformGroup, ...]:
+    if group_size is not None and groups is not None:
+        raise PlanError("both group_size and groups were passed: pass one of them")
+    found = read_groups(rows, group_size if groups is None else groups)
+    if found is None:
+        if snap or rewards is not None:
+            raise PlanError("snap_uniform and rewards need groups: pass group_size, or groups, one id a row")
+        return ()
+    values = read_array("advantages", advantages)
+    if len(values) != rows:
+        if snap:
+            raise PlanError(f"snap_uniform needs one row of advantages a sequence, {rows}: pass them as [R] or [R, T]")
+        return ()
+    return tuple(replace(group, snapped=snap) for group in uniform_groups(values, found, rewards))
+
+
+def _snap_note(uniform: tuple[UniformGroup, ...]) -> tuple[str, ...]:
+    snapped = [group.residue for group in uniform if group.snapped]
+    if not snapped:
+        return ()
+    return (
+        f"{len(snapped)} uniform groups are taken as exact zeros: give the loss plan.snap(advantages). This changes "
+        f"the gradient: residues up to {max(snapped):.3g} no longer train",
+    )
 
 
 def _reason(names: tuple[str, ...], dead: np.ndarray, samples: np.ndarray) -> str:

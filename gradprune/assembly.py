@@ -1,0 +1,134 @@
+"""Rollout -> items -> packs -> microbatches, optimizer step by optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+
+import numpy as np
+
+from gradprune.balance import Floats, Ints, lower_bound
+from gradprune.binding import PlannedMicrobatch
+from gradprune.errors import PlanError
+from gradprune.layout import Balance, lay_out
+from gradprune.limits import Bools, Items, Limits
+from gradprune.packing import pack_by_budget
+from gradprune.prepacked import pack_by_shape
+from gradprune.rollout import nearest_divisor, read_array
+
+Cost = Callable[[Ints], Floats]
+
+
+@dataclass(frozen=True)
+class Repacking:
+    """What the loss says of moving sequences between microbatches. Raises PlanError where they must not move."""
+
+    normaliser: str
+    rows_coupled: bool
+    tier: str
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("normaliser", ("global", "microbatch")), ("tier", ("exact", "reordering"))):
+            if getattr(self, name) not in allowed:
+                raise PlanError(f"{name} is {getattr(self, name)!r}: pass one of {', '.join(map(repr, allowed))}")
+        if self.rows_coupled:
+            raise PlanError(
+                "the loss couples rows, so another microbatch is another loss: keep the microbatches, with "
+                "StepPlan.from_rollout(advantages, mask, microbatches)"
+            )
+        if self.normaliser == "microbatch" and self.tier == "exact":
+            raise PlanError(
+                "the loss divides by a number of its microbatch, so moving a sequence changes its weight: normalise by "
+                "a number of the whole step, keep the microbatches with StepPlan.from_rollout, or accept it with "
+                'tier="reordering"'
+            )
+
+    def notes(self) -> tuple[str, ...]:
+        if self.normaliser == "global":
+            return ()
+        return ("the loss divides by a number of its microbatch: this packing weighs sequences unlike another would",)
+
+
+def assemble(
+    lengths: Ints,
+    dead: Bools,
+    cost: Cost | None,
+    limits: Limits,
+    groups: Ints | None,
+    steps: int | Sequence[int],
+    product: str,
+) -> tuple[tuple[tuple[PlannedMicrobatch, ...], ...], Balance]:
+    """The microbatches of every rank, step after step. groups [R]: numbered from 0 and kept whole, or None."""
+    forward = _read_cost(cost, lengths)
+    tokens = -(-lengths // limits.quantum) * limits.quantum
+    sequences = Items(tokens, np.ones_like(lengths), tokens, forward, dead)
+    step_of = _read_steps(steps, len(lengths), groups)
+    plans, balances = [], []
+    for step in range(int(step_of.max()) + 1):
+        samples = np.flatnonzero(step_of == step)
+        ranks, balance = _plan_step(
+            sequences.take(samples), samples, limits, None if groups is None else groups[samples], product, step
+        )
+        plans.append(ranks)
+        balances.append(balance)
+    joined = tuple(tuple(item for part in parts for item in part) for parts in zip(*plans))
+    return joined, reduce(add, balances)
+
+
+def _plan_step(
+    sequences: Items, samples: Ints, limits: Limits, groups: Ints | None, product: str, step: int
+) -> tuple[tuple[tuple[PlannedMicrobatch, ...], ...], Balance]:
+    item_of, items = np.arange(len(sequences)), sequences
+    if groups is not None:
+        _, item_of = np.unique(groups, return_inverse=True)
+        items = sequences.merge(item_of, int(item_of.max()) + 1, limits.padded)
+    pack = pack_by_shape if limits.padded or limits.microbatch_size else pack_by_budget
+    pack_of, rank = pack(items, limits)
+    ranks, balance = lay_out(sequences, pack_of[item_of], rank, samples, limits, product, step)
+    bound = lower_bound(items.cost * limits.passes(items.dead), limits.ranks)
+    return ranks, replace(balance, bound=bound)
+
+
+def _read_cost(cost: Cost | None, lengths: Ints) -> Floats:
+    if cost is None:
+        return lengths.astype(np.float64)
+    values = read_array("cost(lengths)", cost(lengths)).astype(np.float64)
+    if values.shape != lengths.shape:
+        raise PlanError(
+            f"cost(lengths) has shape {list(values.shape)}: return one number a sequence, {len(lengths)} in all"
+        )
+    wrong = ~(np.isfinite(values) & (values >= 0))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise PlanError(
+            f"cost(lengths) is {values[row]} for sequence {row} of {lengths[row]} tokens: return FLOPs >= 0"
+        )
+    return values
+
+
+def _read_steps(steps: int | Sequence[int], rows: int, groups: Ints | None) -> Ints:
+    if isinstance(steps, (int, np.integer)):
+        if steps < 1 or rows % steps:
+            raise PlanError(
+                f"{rows} sequences do not split into {steps} equal optimizer steps: pass steps="
+                f"{nearest_divisor(rows, int(steps))}, or the step of each sequence"
+            )
+        step_of = np.arange(rows) * int(steps) // rows
+    else:
+        step_of = read_array("steps", steps).astype(np.int64)
+        if step_of.shape != (rows,) or step_of.min() != 0 or len(np.unique(step_of)) != step_of.max() + 1:
+            raise PlanError(
+                f"steps has shape {list(step_of.shape)}: pass one step a sequence, {rows}, from 0 without a gap"
+            )
+    if groups is not None:
+        lowest = np.full(int(groups.max()) + 1, rows)
+        np.minimum.at(lowest, groups, step_of)
+        torn = np.flatnonzero(lowest[groups] != step_of)
+        if torn.size:
+            raise PlanError(
+                f"sequence {torn[0]} and its group fall into different optimizer steps, but groups are kept whole: "
+                "pass steps that do not cut a group"
+            )
+    return step_of

@@ -1,0 +1,160 @@
+"""Sequences -> microbatches of every rank by token budget, dead and live apart.
+
+Ranks are levelled first, sequence by sequence, on what a sequence costs once dead backwards are pruned; each rank then
+packs its own. Deterministic: whole numbers decide, ties go to the lower index.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradprune.balance import Ints, level, lower_bound, refine, whole_weights
+from gradprune.errors import PlanError
+from gradprune.limits import Bools, Items, Limits, check_fit
+
+
+def pack_by_budget(items: Items, limits: Limits) -> tuple[Ints, Ints]:
+    """The pack of each item [items] and the rank of each pack [packs]; no pack is empty.
+
+    Raises PlanError where an item is too long, or a fixed number of microbatches too small for all.
+    """
+    check_fit(items, limits)
+    try:
+        return _pack_ranks(items, level_ranks(items, limits), limits)
+    except _TooFullError:
+        pass  # level in cost is not level in tokens: a fixed number of microbatches may hold the latter only
+    tokens, nobody = items.tokens.astype(np.float64), np.zeros(len(items), dtype=np.int64)
+    by_tokens, _ = level(tokens, nobody, np.array([limits.ranks]))
+    try:
+        return _pack_ranks(items, by_tokens, limits)
+    except _TooFullError as full:
+        raise PlanError(
+            f"num_microbatches is {limits.num_microbatches}, but rank {full.rank} has {full.tokens} tokens for "
+            f"{limits.budget_name(False)}={int(limits.budget(False))}: pass num_microbatches={full.enough}, or a "
+            "larger budget"
+        ) from None
+
+
+class _TooFullError(Exception):
+    """A rank's items do not fit into a fixed number of microbatches; `enough` of them would do."""
+
+    def __init__(self, rank: int, tokens: int, enough: int) -> None:
+        super().__init__()
+        self.rank, self.tokens, self.enough = rank, tokens, enough
+
+
+def level_ranks(items: Items, limits: Limits, *, even: bool = False, late: Bools | None = None) -> Ints:
+    """Rank of each item, for the shortest time of the slowest rank.
+
+    Live items are levelled first, dead ones into what is left, then items are moved and swapped. even: in each of the
+    two rounds every rank gets equally many, up to one. late [items]: which come in the second round; else the dead.
+    """
+    weights = whole_weights(items.cost * limits.passes(items.dead))
+    late = items.dead if late is None else late
+    nobody, ranks = np.zeros(len(items), dtype=np.int64), np.array([limits.ranks])
+    rank_of = nobody.copy()
+    rank_of[~late], loads = level(weights[~late], nobody[~late], ranks, even=even)
+    if limits.reuse_forward:  # dead items take no time: level their tokens, by themselves
+        rank_of[late], _ = level(items.tokens[late].astype(np.float64), nobody[late], ranks, even=even)
+    else:
+        rank_of[late], _ = level(weights[late], nobody[late], ranks, loads, even=even)
+    timed = ~items.dead if limits.reuse_forward else np.ones(len(items), dtype=np.bool_)
+    goal = lower_bound(weights[timed], limits.ranks) * _GOOD_ENOUGH
+    kind = items.dead[timed].astype(np.int64)
+    rank_of[timed] = refine(weights[timed], rank_of[timed], limits.ranks, kind=kind, swap_only=even, goal=goal)
+    return rank_of
+
+
+_GOOD_ENOUGH = 1.0005
+
+
+def _pack_ranks(items: Items, rank_of: Ints, limits: Limits) -> tuple[Ints, Ints]:
+    """Every rank's own items into its microbatches: as few as the budgets allow, or as many as the limits ask for."""
+    dead, live = np.flatnonzero(items.dead), np.flatnonzero(~items.dead)
+    have_dead, have_live = (np.bincount(rank_of[part], minlength=limits.ranks) for part in (dead, live))
+    want_dead = want_live = np.zeros(limits.ranks, dtype=np.int64)
+    while True:  # counts only grow, up to one item a microbatch
+        bins_dead, pack_dead = _fewest(items.take(dead), rank_of[dead], want_dead, limits, True)
+        bins_live, pack_live = _fewest(items.take(live), rank_of[live], want_live, limits, False)
+        want_dead, want_live = _counts(bins_dead, bins_live, have_dead, have_live, limits)
+        if limits.num_microbatches is not None and (want_live + want_dead > limits.num_microbatches).any():
+            return _pack_mixed(items, rank_of, want_dead, want_live, limits)
+        settled = (np.minimum(want_dead, have_dead) == bins_dead) & (np.minimum(want_live, have_live) == bins_live)
+        if settled.all():
+            break
+    pack_of = np.empty(len(items), dtype=np.int64)
+    pack_of[dead], pack_of[live] = pack_dead, pack_live + bins_dead.sum()
+    return pack_of, np.concatenate([np.repeat(np.arange(limits.ranks), bins) for bins in (bins_dead, bins_live)])
+
+
+def _fewest(items: Items, rank_of: Ints, at_least: Ints, limits: Limits, dead: bool) -> tuple[Ints, Ints]:
+    """Bins of each rank, about as few as the budget allows, and the bin of each item.
+
+    In lockstep bins are level in cost, since ranks wait for each other at every index; else in tokens, which needs
+    fewer.
+    """
+    budget = limits.budget(dead)
+    have = np.bincount(rank_of, minlength=limits.ranks)
+    least = np.ceil(np.bincount(rank_of, items.tokens, limits.ranks) / budget).astype(np.int64)
+    large = np.bincount(rank_of, items.tokens * 2 > budget, limits.ranks).astype(np.int64)
+    bins = np.minimum(np.maximum(np.maximum(least, large), at_least), have)
+    by_cost = limits.lockstep and limits.num_microbatches is None
+    weights = whole_weights(items.cost) if by_cost else items.tokens.astype(np.float64)
+    bin_of = np.empty(len(items), dtype=np.int64)
+    todo = have > 0
+    while todo.any():
+        part = np.flatnonzero(todo[rank_of])
+        owner = (np.cumsum(todo) - 1)[rank_of[part]]
+        count = bins[todo]
+        bin_of[part], _ = level(weights[part], owner, count)
+        full = np.bincount(bin_of[part], items.tokens[part], count.sum()) > budget
+        bin_of[part] -= (np.cumsum(count) - count)[owner]
+        todo = np.bincount(np.repeat(np.flatnonzero(todo), count)[full], minlength=limits.ranks) > 0
+        bins[todo] = np.minimum(bins[todo] + np.maximum(bins[todo] // 32, 1), have[todo])
+    return bins, bin_of + (np.cumsum(bins) - bins)[rank_of]
+
+
+def _counts(dead: Ints, live: Ints, have_dead: Ints, have_live: Ints, limits: Limits) -> tuple[Ints, Ints]:
+    """Microbatches of each rank, dead and live, grown from `dead` and `live` to what the limits ask for.
+
+    Dead ones are split before live ones; a rank with too few items to split gets fillers later.
+    """
+    if limits.lockstep:
+        dead, live = np.full_like(dead, dead.max()), np.full_like(live, live.max())
+        have_dead, have_live = np.full_like(dead, have_dead.max()), np.full_like(live, have_live.max())
+    total = dead + live
+    if limits.num_microbatches is not None:
+        extra = np.maximum(limits.num_microbatches - total, 0)
+    else:
+        extra = (total == 0) + -np.maximum(total, 1) % limits.multiple_of
+    more_live = np.clip(extra - (have_dead - dead), 0, np.maximum(have_live - live, 0))
+    return dead + extra - more_live, live + more_live
+
+
+def _pack_mixed(items: Items, rank_of: Ints, want_dead: Ints, want_live: Ints, limits: Limits) -> tuple[Ints, Ints]:
+    """For a fixed number of microbatches too small to keep dead and live apart: dead items fill up live microbatches.
+
+    Dead microbatches, as many as the live ones leave, are filled first; what does not fit goes to the fullest live one
+    that has room.
+    """
+    count = limits.num_microbatches
+    assert count is not None
+    cuts = count - want_live  # of each rank: its packs below are for the dead only
+    tokens = np.bincount(rank_of, items.tokens, limits.ranks)
+    room = np.full((limits.ranks, count), limits.budget(False))
+    pure = np.arange(count) < cuts[:, None]
+    room[pure] = limits.budget(True)
+    pack_of = np.empty(len(items), dtype=np.int64)
+    for item in np.lexsort((-items.tokens, items.dead)).tolist():
+        rank = int(rank_of[item])
+        fits = room[rank] >= items.tokens[item]
+        for choices in (fits & pure[rank] & items.dead[item], fits & ~pure[rank]):
+            if choices.any():
+                pack = int(np.argmin(np.where(choices, room[rank], np.inf)))
+                break
+        else:
+            raise _TooFullError(rank, int(tokens[rank]), int((want_dead + want_live).max()))
+        room[rank, pack] -= items.tokens[item]
+        pack_of[item] = rank * count + pack
+    used, packed = np.unique(pack_of, return_inverse=True)
+    return packed.astype(np.int64), used // count
