@@ -121,7 +121,7 @@ def refine(
     """
     kinds = np.zeros(len(weights), dtype=np.int64) if kind is None else kind
     bin_of = bin_of.copy()
-    loads = np.bincount(bin_of, weights, bins)
+    loads: Floats = np.bincount(bin_of, weights, bins).astype(np.float64)
     idle = 0
     for sweep in range(_SWEEPS):
         worst = loads.max()

@@ -58,14 +58,16 @@ def level_ranks(items: Items, limits: Limits, *, even: bool = False, late: Bools
         rank_of[late], _ = level(items.tokens[late].astype(np.float64), nobody[late], ranks, even=even)
     else:
         rank_of[late], _ = level(weights[late], nobody[late], ranks, loads, even=even)
+    if even and limits.lockstep:
+        return rank_of  # rounds put like costs at like indices; swaps would make ranks wait for each other
     timed = ~items.dead if limits.reuse_forward else np.ones(len(items), dtype=np.bool_)
-    goal = lower_bound(weights[timed], limits.ranks) * _GOOD_ENOUGH
+    goal = lower_bound(weights[timed], limits.ranks) * GOOD_ENOUGH
     kind = items.dead[timed].astype(np.int64)
     rank_of[timed] = refine(weights[timed], rank_of[timed], limits.ranks, kind=kind, swap_only=even, goal=goal)
     return rank_of
 
 
-_GOOD_ENOUGH = 1.0005
+GOOD_ENOUGH = 1.0005  # times the lower bound: swapping stops there
 
 
 def _pack_ranks(items: Items, rank_of: Ints, limits: Limits) -> tuple[Ints, Ints]:

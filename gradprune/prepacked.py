@@ -10,7 +10,7 @@ import numpy as np
 from gradprune.balance import Floats, Ints, level, lower_bound, refine, whole_weights
 from gradprune.errors import PlanError
 from gradprune.limits import Bools, Items, Limits, check_fit
-from gradprune.packing import level_ranks
+from gradprune.packing import GOOD_ENOUGH, level_ranks
 from gradprune.rollout import nearest_divisor
 
 
@@ -25,7 +25,7 @@ def pack_by_shape(items: Items, limits: Limits) -> tuple[Ints, Ints]:
     if limits.microbatch_size:
         _check_packs(packs, limits)
     rank = _spread(packs, limits)
-    if limits.microbatch_size and not limits.padded:
+    if limits.microbatch_size and not limits.padded and not limits.lockstep:
         pack_of = _exchange(items, pack_of, rank, limits)
     return pack_of, rank
 
@@ -75,7 +75,8 @@ def _fixed_size(items: Items, limits: Limits) -> Ints:
         pack_of = np.empty(len(items), dtype=np.int64)
         pack_of[order] = np.arange(len(items)) * each // size
         return pack_of
-    return level(items.tokens.astype(np.float64), late.astype(np.int64), packs, even=True)[0]
+    weights = whole_weights(items.cost) if limits.lockstep else items.tokens.astype(np.float64)
+    return level(weights, late.astype(np.int64), packs, even=True)[0]
 
 
 def _with_live(items: Items, size: int) -> Bools:
@@ -106,7 +107,7 @@ def _exchange(items: Items, pack_of: Ints, rank: Ints, limits: Limits) -> Ints:
     weights: Floats = whole_weights(items.cost * np.maximum(limits.passes(items.dead), 2.0**-20))
     late = items.merge(pack_of, len(rank), False).dead
     kind = items.dead + 2 * late[pack_of].astype(np.int64)
-    goal = lower_bound(weights, limits.ranks) * 1.0005
+    goal = lower_bound(weights, limits.ranks) * GOOD_ENOUGH
     rank_of = refine(weights, rank[pack_of], limits.ranks, kind=kind, swap_only=True, goal=goal)
     owner_of_pack = rank * 2 + late
     bins = np.bincount(owner_of_pack, minlength=2 * limits.ranks)
