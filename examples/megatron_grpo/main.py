@@ -15,7 +15,7 @@ from gradprune.megatron import cpu
 
 
 def main() -> int:
-    warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")  # no TransformerEngine, no Apex
     with cpu.emulate_cuda():
         import train  # imports megatron, which warns at import
 
