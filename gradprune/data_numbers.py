@@ -1,0 +1,81 @@
+"""Python numbers that remember which tensor they came from.
+
+``x.item()`` under a recorder gives one of these. Arithmetic on it stays marked, so that a replay on other tensors can
+compute the number anew instead of taking the recorded value for a constant.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A number computed from data: `function` of numbers and formulas; without one, the value of tensor `source`."""
+
+    function: Callable[..., Any] | None
+    operands: tuple[Any, ...] = ()
+    source: int = -1
+
+
+class DataFloat(float):
+    """A float that came from a tensor's value."""
+
+    formula: Formula
+
+
+class DataInt(int):
+    """An int that came from a tensor's value."""
+
+    formula: Formula
+
+
+def marked(value: Any, formula: Formula) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    marked = DataInt(value) if isinstance(value, int) else DataFloat(value)
+    marked.formula = formula
+    return marked
+
+
+def _arithmetic(name: str, function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
+    def method(self: Any, *others: Any) -> Any:
+        if any(isinstance(other, torch.Tensor) for other in others):
+            return NotImplemented
+        base = float if isinstance(self, float) else int
+        plain = getattr(base, name)(self, *others)
+        if plain is NotImplemented:
+            return plain
+        operands = (*others, self) if swapped else (self, *others)
+        formulas = tuple(getattr(operand, "formula", operand) for operand in operands)
+        return marked(plain, Formula(function, formulas))
+
+    return method
+
+
+for _kind in (DataFloat, DataInt):
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        setattr(_kind, f"__{_name}__", _arithmetic(f"__{_name}__", getattr(operator, _name), swapped=False))
+        setattr(_kind, f"__r{_name}__", _arithmetic(f"__r{_name}__", getattr(operator, _name), swapped=True))
+    for _name in ("neg", "abs"):
+        setattr(_kind, f"__{_name}__", _arithmetic(f"__{_name}__", getattr(operator, _name), swapped=False))
+
+
+def plain(value: Any) -> Any:
+    """Marked numbers as plain ones: torch's argument parser takes no subclass."""
+    if isinstance(value, DataFloat):
+        return float(value)
+    if isinstance(value, DataInt):
+        return int(value)
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    if type(value) is dict:
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(plain(value.start), plain(value.stop), plain(value.step))
+    return value

@@ -1,0 +1,132 @@
+"""The dead path: model outputs without a graph, a loss that can be backpropagated, and zeros where zeros would be.
+
+    parameters (those that must see a zero) -> _Anchor -> _Boundary -> model output -> the user's loss
+                                                       \\-> _Boundary -> ...
+
+The user's ``loss.backward()`` runs the loss's own backward. Each boundary notes how large its cotangent is; the
+anchor, which runs after all of them, reports that, and hands zeros to the parameters whose gradient is still None or
+whose hooks must fire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from gradprune.guard import magnitude, poison_of
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Where the gradient of a parameter lives: Megatron's ``main_grad`` if there is one, else ``grad``."""
+    main = getattr(parameter, "main_grad", None)
+    return main if main is not None else parameter.grad
+
+
+def needs_zero(parameter: torch.Tensor) -> bool:
+    """Whether an unpruned zero gradient would leave a trace that doing nothing would not: a grad, or a hook's call."""
+    if getattr(parameter, "main_grad", None) is not None:
+        return False
+    if parameter.grad is None:
+        return True
+    hooks: Any = parameter
+    return bool(hooks._backward_hooks or getattr(hooks, "_post_accumulate_grad_hooks", None))
+
+
+class Delivery:
+    """The backward end of one dead microbatch.
+
+    parameters: what the unpruned backward would reach. report: called once per backward with the magnitude of the
+        cotangent at the model's boundary (0-dim tensor, zero if all is well).
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], report: Callable[[torch.Tensor], None]) -> None:
+        self._parameters = list(parameters)
+        self._report = report
+        self._others: list[torch.Tensor] = []
+        self._magnitudes: list[torch.Tensor] = []
+        self._anchor: torch.Tensor | None = None
+
+    def also(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Deliver zeros to these tensors too: leaves that require grad. Before the first output is bound."""
+        self._others += tensors
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """A scalar zero whose backward ends this microbatch."""
+        if self._anchor is None:
+            with torch.enable_grad():
+                dummy = torch.zeros((), requires_grad=True)
+                self._anchor = _Anchor.apply(self, dummy, *filter(needs_zero, self._parameters), *self._others)
+        return self._anchor
+
+    def bound(self, output: torch.Tensor) -> torch.Tensor:
+        """`output` (floating point, no graph) as a non-leaf whose gradient is looked at and goes no further."""
+        with torch.enable_grad():
+            return _Boundary.apply(output.detach(), self.anchor, self)
+
+    def detached(self, loss: torch.Tensor) -> torch.Tensor:
+        """The value of `loss`, cut off from its graph; its backward reaches nothing but the anchor."""
+        with torch.enable_grad():
+            return _Boundary.apply(loss.detach().clone(), self.anchor, None)
+
+    def see(self, size: torch.Tensor) -> None:
+        """Take note of a magnitude that should be zero."""
+        self._magnitudes.append(size)
+
+    def close(self) -> torch.Tensor | None:
+        """Report what the boundaries saw; the largest of it, or None if none of them ran."""
+        seen, self._magnitudes = self._magnitudes, []
+        if not seen:
+            return None
+        size = largest(seen)
+        self._report(size)
+        _poison(self._parameters, size)
+        return size
+
+
+def largest(magnitudes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest of some magnitudes (at least one); NaN if any is."""
+    # amax, unlike max of a Python list, keeps a NaN.
+    return torch.stack(list(magnitudes)).amax() if len(magnitudes) > 1 else magnitudes[0]
+
+
+def _poison(parameters: Sequence[torch.Tensor], size: torch.Tensor) -> None:
+    """Add zero, or NaN if `size` is not zero, to one existing gradient: enough for any check for overflow, no sync."""
+    held = [gradient for p in parameters if (gradient := gradient_of(p)) is not None]
+    if held:
+        smallest = min(held, key=torch.Tensor.numel)
+        smallest.add_(poison_of(size).to(smallest.device, smallest.dtype, non_blocking=True))
+
+
+class _Boundary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor, delivery: Delivery | None) -> torch.Tensor:
+        # mark_dirty makes `output` itself the result: no copy of the logits, and not a view, so that the user may
+        # go on to change it in place.
+        ctx.mark_dirty(output)
+        ctx.delivery, ctx.device = delivery, anchor.device
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
+        if ctx.delivery is not None:
+            ctx.delivery.see(magnitude(cotangent))
+        return None, torch.zeros((), device=ctx.device), None
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, delivery: Delivery, dummy: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.delivery, ctx.parameters = delivery, parameters
+        return dummy.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
+        size = ctx.delivery.close()
+        zeros = [torch.zeros_like(parameter) for parameter in ctx.parameters]
+        if size is not None and zeros:
+            smallest = min(zeros, key=torch.Tensor.numel)
+            smallest.add_(poison_of(size).to(smallest.device, smallest.dtype))
+        return (None, None, *zeros)

@@ -1,0 +1,45 @@
+"""Which tensor is which while a program runs: numbers by identity, void once a tensor is written to unseen."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+
+class Ledger:
+    """Numbers tensors without keeping any alive. A number is void if the tensor's version is not the one last seen."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._versions: dict[int, int] = {}
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor; None for one never seen, or written to since it was."""
+        number = self.ever(tensor)
+        return number if number is not None and self._versions[number] == tensor._version else None
+
+    def ever(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor, void or not."""
+        known = self._known.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def assign(self, tensor: torch.Tensor, number: int) -> None:
+        self._known[id(tensor)] = (weakref.ref(tensor), number)
+        self._versions[number] = tensor._version
+
+    def accept_writes(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
+        """Take what was just written to `tensors`, and to all that share their memory, as seen: their numbers."""
+        written = [tensor for tensor in tensors if self.ever(tensor) is not None and self.number(tensor) is None]
+        memory = {tensor.untyped_storage().data_ptr() for tensor in written} - {0}
+        if not written:
+            return ()
+        numbers = []
+        for reference, number in list(self._known.values()):
+            tensor = reference()
+            if tensor is None or self._versions[number] == tensor._version:
+                continue
+            if tensor.untyped_storage().data_ptr() in memory or any(tensor is one for one in written):
+                self._versions[number] = tensor._version
+                numbers.append(number)
+        return tuple(sorted(numbers))

@@ -1,0 +1,104 @@
+"""The verdicts that one compiled step has collected, and which of them to expect for the microbatch at hand."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gradprune.facts import Verdict
+from gradprune.python_state import PythonState, capture
+from gradprune.tape import Tape
+from gradprune.trace.admission import Admission, Shapes
+
+#: A step whose calls differ from microbatch to microbatch is not proved again and again: it runs live from then on.
+MOST_VERDICTS = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """A verdict on one program, for the sizes that `admission` admits.
+
+    entries: the modules at which the model began. reached: the parameters behind them into which gradient would flow.
+    buffers: those that the forward writes to.
+    """
+
+    verdict: Verdict
+    tape: Tape
+    admission: Admission
+    entries: tuple[weakref.ref[torch.nn.Module], ...]
+    reached: tuple[weakref.ref[torch.Tensor], ...]
+    buffers: tuple[weakref.ref[torch.Tensor], ...]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the model outputs through which gradient would flow."""
+        return tuple(leaf.name for leaf in self.tape.leaves if leaf.role == "wrt")
+
+    def modules(self) -> list[torch.nn.Module]:
+        return [module for ref in self.entries if (module := ref()) is not None]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter for ref in self.reached if (parameter := ref()) is not None]
+
+    def written_buffers(self) -> list[torch.Tensor]:
+        return [buffer for ref in self.buffers if (buffer := ref()) is not None]
+
+
+@dataclass
+class ProofBook:
+    """Proofs of one step by program, and which one the next microbatch of a family is expected to match.
+
+    A *family* is what is known before a microbatch runs (kinds of tensors, modes); a *program* is a tape's content.
+    """
+
+    function: Callable[..., Any]
+    _proofs: dict[Hashable, list[Proof]] = field(default_factory=dict)
+    _expected: dict[Hashable, Proof] = field(default_factory=dict)
+    _state: PythonState | None = None
+    _irrelevant: set[str] = field(default_factory=set)
+
+    def expected(self, family: Hashable) -> Proof | None:
+        """What the next microbatch of this family will match, unless Python state that may matter has changed."""
+        if self._state is None or self._state.changed():
+            return None
+        return self._expected.get(family)
+
+    def known(self, program: Hashable, shapes: Shapes) -> Proof | None:
+        return next((proof for proof in self._proofs.get(program, ()) if proof.admission.admits(shapes)), None)
+
+    def full(self) -> bool:
+        return len(self.proofs()) >= MOST_VERDICTS
+
+    def saw(self, family: Hashable, program: Hashable, proof: Proof) -> None:
+        """A microbatch of this family ran, and `proof` speaks of its program."""
+        proofs = self._proofs.setdefault(program, [])
+        if proof not in proofs:
+            proofs.append(proof)
+        changed = self._state.changed() if self._state is not None else []
+        if self._state is not None and self._expected.get(family) is proof:
+            # It changed and nothing came of it: a counter, a log.
+            self._irrelevant.update(changed)
+            self._state.forget(changed)
+        elif self._state is None or changed:
+            self._expected.clear()
+            self._state = capture(self.function)
+            self._state.forget([name for name in self._irrelevant if name in self._state])
+        self._expected[family] = proof
+
+    def doubt(self, family: Hashable) -> None:
+        """The expected proof did not match: observe the next microbatch of this family."""
+        self._expected.pop(family, None)
+
+    def proofs(self) -> list[Proof]:
+        return [proof for proofs in self._proofs.values() for proof in proofs]
+
+    def verdicts(self) -> list[Verdict]:
+        return [proof.verdict for proof in self.proofs()]
+
+
+def weak(items: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(weakref.ref(item) for item in items)

@@ -1,0 +1,152 @@
+"""One microbatch, run in one of two special ways: observed (live, and written down) or dead (without a graph).
+
+A run has one or more segments: a plain step is one call; Megatron's is ``forward_step`` and then ``loss_func``. Hooks
+and modes are on only inside a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from gradprune.boundary import Boundary, float_leaves, replace, trainable_modules
+from gradprune.dead import Delivery
+from gradprune.facts import Verdict
+from gradprune.graphs import reached_leaves
+from gradprune.proofs import Proof, weak
+from gradprune.recorder import Recorder
+from gradprune.tape import Tape
+from gradprune.trace.admission import Admission
+from gradprune.trees import leaves
+from gradprune.watch import TapeWatch
+
+Call = Callable[[], Any]
+Inside = Callable[[], AbstractContextManager[Sequence[torch.Tensor]]]
+
+
+def batch_leaves(batch: Any) -> dict[str, torch.Tensor]:
+    """Every tensor of a batch by its name there, ``"batch.advantages"``."""
+    return dict(leaves(batch, "batch"))
+
+
+class ObservedRun:
+    """Runs live and records the calls outside the model, so that they can be compared with proofs, or proved."""
+
+    def __init__(self, model: torch.nn.Module, batch: Any) -> None:
+        parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._recorder = Recorder(batch_leaves(batch), parameters)
+        self._boundary = Boundary(trainable_modules(model), self._recorder.paused, self._output)
+        self._returned: list[torch.Tensor] = []
+        self._buffers = [(buffer, buffer._version) for buffer in model.buffers()]
+
+    def segment(self, call: Call) -> Any:
+        with self._boundary.hooked(), self._recorder.observing():
+            return call()
+
+    def _output(self, name: str, output: Any) -> Any:
+        with self._recorder.paused():
+            for leaf, tensor in float_leaves(name, output):
+                self._recorder.add_output(leaf, tensor)
+                if tensor.requires_grad:
+                    self._returned.append(tensor)
+        return output
+
+    def boundary(self) -> list[torch.Tensor]:
+        """What the model returned and a gradient may flow into."""
+        return self._returned
+
+    def tape(self, loss: torch.Tensor) -> tuple[Tape, list[torch.Tensor]]:
+        """What was recorded of `loss`, and the tensors of its leaves. Raises TraceError where it does not add up."""
+        return self._recorder.finish(loss)
+
+    def proof(self, verdict: Verdict, tape: Tape, admission: Admission, loss: torch.Tensor) -> Proof:
+        """A verdict on `tape`, with what a dead run needs to know of this run."""
+        entries = self._boundary.entries
+        written = [buffer for buffer, version in self._buffers if buffer._version != version]
+        return Proof(verdict, tape, admission, weak(entries), weak(reached_leaves(loss, entries)), weak(written))
+
+
+class DeadRun:
+    """Runs the model's modules without a graph and watches that the rest makes the calls that were proved."""
+
+    def __init__(self, proof: Proof, named: Mapping[str, torch.Tensor], delivery: Delivery, inside: Inside) -> None:
+        self._boundary = Boundary(proof.modules(), self._without_graph, self._output)
+        self._proof, self._delivery, self._inside = proof, delivery, inside
+        self._outputs = frozenset(proof.outputs)
+        self._watch = TapeWatch(proof.tape)
+        for name, tensor in named.items():
+            self._watch.bind(name, tensor)
+
+    def segment(self, call: Call) -> Any:
+        with self._boundary.hooked(), self._watch.observing():
+            return call()
+
+    def difference(self, loss: torch.Tensor) -> str | None:
+        """None if the run was the one that was proved, else where it was not."""
+        if not self._watch.matches(loss):
+            return self._watch.difference()
+        if not self._proof.admission.admits(self._watch.shapes()):
+            return "these sizes are not those that it was proved for"
+        return None
+
+    @contextmanager
+    def _without_graph(self) -> Iterator[None]:
+        with self._watch.paused():
+            with self._inside() as others, torch.no_grad(), _same_kernels():
+                yield
+            self._delivery.also(others)
+
+    def _output(self, name: str, output: Any) -> Any:
+        with self._watch.paused():
+            new = {}
+            for leaf, tensor in float_leaves(name, output):
+                bound = self._delivery.bound(tensor) if leaf in self._outputs else tensor
+                self._watch.bind(leaf, bound)
+                new[id(tensor)] = bound
+            return replace(output, new)
+
+
+@contextmanager
+def _same_kernels() -> Iterator[None]:
+    """Keep torch from taking its inference-only path for attention in eval mode, whose last bits differ."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class Rollback:
+    """Random state and written buffers before a dead run, to run the microbatch again as if it had not been."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor], devices: Iterable[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
+        self._returned: list[torch.Tensor] = []
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+
+def family(model: torch.nn.Module, batch: Any, named: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+    """What sets the programs of two microbatches apart before any of it runs: kinds of tensors, modes, constants."""
+    kinds = tuple((name, tensor.dim(), tensor.dtype, tensor.device.type) for name, tensor in named.items())
+    constants = tuple(sorted(_constants(batch))) if isinstance(batch, Mapping) else ()
+    autocast = tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    return id(model), model.training, autocast, kinds, constants
+
+
+def _constants(batch: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any]]:
+    for key, value in batch.items():
+        if isinstance(value, bool | int | float | str):
+            yield str(key), type(value).__name__, value
