@@ -46,24 +46,25 @@ class _TooFullError(Exception):
 def level_ranks(items: Items, limits: Limits, *, even: bool = False, late: Bools | None = None) -> Ints:
     """Rank of each item, for the shortest time of the slowest rank.
 
-    Live items are levelled first, dead ones into what is left, then items are moved and swapped. even: in each of the
-    two rounds every rank gets equally many, up to one. late [items]: which come in the second round; else the dead.
+    Live items are levelled first, dead ones into what is left, then items are moved and swapped. In lockstep, and where
+    a dead forward takes no time, dead ones are levelled by themselves: no rank's dead work can fill another's live gap.
+
+    even: in each of the two rounds every rank gets equally many, up to one. late [items]: which items come second;
+    by default the dead.
     """
-    weights = whole_weights(items.cost * limits.passes(items.dead))
     late = items.dead if late is None else late
-    nobody, ranks = np.zeros(len(items), dtype=np.int64), np.array([limits.ranks])
-    rank_of = nobody.copy()
-    rank_of[~late], loads = level(weights[~late], nobody[~late], ranks, even=even)
-    if limits.reuse_forward:  # dead items take no time: level their tokens, by themselves
-        rank_of[late], _ = level(items.tokens[late].astype(np.float64), nobody[late], ranks, even=even)
-    else:
-        rank_of[late], _ = level(weights[late], nobody[late], ranks, loads, even=even)
+    apart = limits.lockstep or limits.reuse_forward
+    weights = whole_weights(items.cost * np.where(apart & late, 1.0, limits.passes(items.dead)))
+    ranks, rank_of = np.array([limits.ranks]), np.zeros(len(items), dtype=np.int64)
+    loads = None
+    for part in (np.flatnonzero(~late), np.flatnonzero(late)):
+        rank_of[part], loads = level(weights[part], rank_of[part], ranks, None if apart else loads, even=even)
     if even and limits.lockstep:
         return rank_of  # rounds put like costs at like indices; swaps would make ranks wait for each other
-    timed = ~items.dead if limits.reuse_forward else np.ones(len(items), dtype=np.bool_)
-    goal = lower_bound(weights[timed], limits.ranks) * GOOD_ENOUGH
-    kind = items.dead[timed].astype(np.int64)
-    rank_of[timed] = refine(weights[timed], rank_of[timed], limits.ranks, kind=kind, swap_only=even, goal=goal)
+    for part in (np.flatnonzero(~late), np.flatnonzero(late)) if apart else (np.arange(len(items)),):
+        goal = lower_bound(weights[part], limits.ranks) * GOOD_ENOUGH
+        kind = items.dead[part].astype(np.int64)
+        rank_of[part] = refine(weights[part], rank_of[part], limits.ranks, kind=kind, swap_only=even, goal=goal)
     return rank_of
 
 
