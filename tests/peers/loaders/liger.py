@@ -17,12 +17,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def losses(root: Path) -> dict[str, Loss]:
+    return {f"liger/{kind}": make(root, kind, options) for kind, options in KINDS.items()}
+
+
+def make(root: Path, kind: str, options: dict[str, Any]) -> Loss:
     real = ("liger_kernel.chunked_loss.grpo_loss", "liger_kernel.chunked_loss.fused_linear_ppo")
-    fused = Sandbox(root, ("liger_kernel",), real).load(real[0]).LigerFusedLinearGRPOFunction
-    return {f"liger/{kind}": _loss(fused.ppo_loss_fn, kind, options) for kind, options in KINDS.items()}
-
-
-def _loss(function: Any, kind: str, options: dict[str, Any]) -> Loss:
+    function = Sandbox(root, ("liger_kernel",), real).load(real[0]).LigerFusedLinearGRPOFunction.ppo_loss_fn
     settings = {"loss_type": kind, "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.28, **options}
 
     def loss(logp, old, adv, mask, ref):

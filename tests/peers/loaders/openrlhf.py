@@ -18,9 +18,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def losses(root: Path) -> dict[str, Loss]:
-    packages = ("openrlhf", "flash_attn", "transformers", "deepspeed")
-    module = Sandbox(root, packages, ("openrlhf.models.loss", "openrlhf.models.utils")).load("openrlhf.models.loss")
-    return {f"openrlhf/{kind}": _loss(module.PolicyLoss(**options)) for kind, options in KINDS.items()}
+    policy = load_module(root).PolicyLoss
+    return {f"openrlhf/{kind}": _loss(policy(**options)) for kind, options in KINDS.items()}
+
+
+def load_module(root: Path) -> Any:
+    """OpenRLHF's module of losses."""
+    real = ("openrlhf.models.loss", "openrlhf.models.utils")
+    return Sandbox(root, ("openrlhf", "flash_attn", "transformers", "deepspeed"), real).load(real[0])
 
 
 def _loss(module: Any) -> Loss:

@@ -34,18 +34,23 @@ class OneProcess:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    gather_for_metrics = gather
+
     def reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
         return tensor
 
 
 def losses(root: Path) -> dict[str, Loss]:
-    trainer = Sandbox(root, PACKAGES, ("trl.trainer.grpo_trainer", "trl.trainer.utils")).load(
-        "trl.trainer.grpo_trainer"
-    )
-    return {f"trl/{kind}": _loss(trainer.GRPOTrainer, options) for kind, options in KINDS.items()}
+    return {f"trl/{kind}": make(root, options) for kind, options in KINDS.items()}
 
 
-def _loss(trainer: type, options: dict[str, Any]) -> Loss:
+def make(root: Path, options: dict[str, Any]) -> Loss:
+    """The loss of a trainer whose attributes are `options` (``delta`` is one of its arguments).
+
+    The entropies and the router's penalty that the model hands to the loss are functions of the log-probabilities.
+    """
+    real = ("trl.trainer.grpo_trainer", "trl.trainer.utils")
+    trainer = Sandbox(root, PACKAGES, real).load(real[0]).GRPOTrainer
     settings = {"importance_sampling_level": "token", "beta": 0.0, "epsilon_high": 0.28, **options}
     delta = settings.pop("delta", None)
 
@@ -74,7 +79,7 @@ def _bare_trainer(trainer: Any, settings: dict[str, Any], delta: float | None, l
     vespo = {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
     sapo = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
     return SimpleNamespace(
-        **{"off_policy_mask_threshold": None, **settings},
+        **{"off_policy_mask_threshold": None, "aux_loss_enabled": False, "_entropy_bonus_enabled": False, **settings},
         args=SimpleNamespace(delta=delta, use_bias_correction_kl=False, steps_per_generation=1, **vespo, **sapo),
         model=SimpleNamespace(training=True),
         accelerator=OneProcess(),
@@ -82,12 +87,10 @@ def _bare_trainer(trainer: Any, settings: dict[str, Any], delta: float | None, l
         top_entropy_quantile=1.0,
         use_vllm=False,
         vllm_importance_sampling_correction=False,
-        aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
         current_gradient_accumulation_steps=1,
         max_completion_length=logp.shape[1],
         get_off_policy_mask=trainer.get_off_policy_mask,
         get_gamma_weights=trainer.get_gamma_weights,
-        _get_per_token_logps_and_entropies=lambda *args, **options: (logp, torch.ones_like(logp), None),
+        _get_per_token_logps_and_entropies=lambda *args, **options: (logp, -logp.exp() * logp, logp.mean()),
         _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,17 +14,17 @@ FILE = "unsloth_zoo.rl_replacements"
 
 
 def losses(root: Path) -> dict[str, Loss]:
-    module = Sandbox(root, ("unsloth_zoo", "unsloth", "triton"), (FILE,)).load(FILE)
-    return {f"unsloth/{kind}": _loss(module.grpo_compute_loss, kind) for kind in ("grpo", "dapo", "cispo", "sapo")}
+    return {f"unsloth/{kind}": make(root, kind) for kind in ("grpo", "dapo", "cispo", "sapo")}
 
 
-def _loss(function: Any, kind: str) -> Loss:
+def make(root: Path, kind: str, beta: float = 0.0) -> Loss:
+    function = Sandbox(root, ("unsloth_zoo", "unsloth", "triton"), (FILE,)).load(FILE).grpo_compute_loss
     clip = {"epsilon_low": 0.2, "epsilon_high": 5.0 if kind == "cispo" else 0.28}
 
     def loss(logp, old, adv, mask, ref):
         ids = torch.zeros(logp.shape, dtype=torch.long)
         totals = {"num_items_in_batch": 40.0, "max_completion_length": logp.shape[1]}
-        outputs = function(ref, logp, old, None, ids, mask, 0.0, adv[:, 0], loss_type=kind, **clip, **totals)
+        outputs = function(ref, logp, old, None, ids, mask, beta, adv[:, 0], loss_type=kind, **clip, **totals)
         return outputs[0]
 
     return loss

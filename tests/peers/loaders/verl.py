@@ -19,6 +19,16 @@ SEED = 7  # clip_cov draws a permutation
 
 
 def losses(root: Path) -> dict[str, Loss]:
+    core, sandbox = load_core(root)
+    made = {f"verl/{kind}": _loss(core.POLICY_LOSS_REGISTRY[kind]) for kind in KINDS}
+    return made | {
+        "verl/vanilla+kl": with_kl(core, made["verl/vanilla"], "low_var_kl"),
+        "verl/bypass_ppo_clip": _bypass(core, sandbox),
+    }
+
+
+def load_core(root: Path) -> tuple[Any, Sandbox]:
+    """verl's module of losses, and the sandbox that it was imported in."""
     sandbox = Sandbox(root, PACKAGES, REAL)
     core = sandbox.load(REAL[0])
     for name in REAL[1:]:  # the names through which the losses reach other files are bound to fakes until then
@@ -26,11 +36,7 @@ def losses(root: Path) -> dict[str, Loss]:
     core.verl_F = sandbox.own[REAL[2]]
     sandbox.own[REAL[1]].verl_F = core.verl_F
     core.ActorConfig = Settings  # an isinstance check picks the settings' type
-    made = {f"verl/{kind}": _loss(core.POLICY_LOSS_REGISTRY[kind]) for kind in KINDS}
-    return made | {
-        "verl/vanilla+kl": _with_kl(core, made["verl/vanilla"]),
-        "verl/bypass_ppo_clip": _bypass(core, sandbox),
-    }
+    return core, sandbox
 
 
 def _settings(**policy_loss: Any) -> Settings:
@@ -64,9 +70,11 @@ def _loss(function: Any) -> Loss:
     return loss
 
 
-def _with_kl(core: Any, policy: Loss) -> Loss:
+def with_kl(core: Any, policy: Loss, kind: str) -> Loss:
+    """A policy loss with a divergence from the reference added, as the actor adds it."""
+
     def loss(logp, old, adv, mask, ref):
-        kl = core.kl_penalty(logprob=logp, ref_logprob=ref, kl_penalty="low_var_kl")
+        kl = core.kl_penalty(logprob=logp, ref_logprob=ref, kl_penalty=kind)
         tokens = torch.tensor(TOKENS)
         kl_loss = core.agg_loss(kl, mask.bool(), "token-mean", batch_num_tokens=tokens)
         return policy(logp, old, adv, mask, ref) + kl_loss * 0.01
