@@ -42,11 +42,13 @@ class Schedule(Protocol):
         require grad and keep their shape.
         """
 
-    def agree(self, plan: StepPlan) -> StepPlan:
+    def agree(self, plan: StepPlan, proved: bool) -> tuple[StepPlan, bool]:
         """`plan` with each microbatch dead only where it may be so on every rank that shares its collectives.
 
-        Called by the user once a rollout, on every rank, before the first forward. Raises PlanError, on every rank,
-        where ranks that must hold the same plan do not.
+        Called once a rollout, on every rank, before the first forward. proved: whether this rank, if it computes the
+        loss, is going to prune what the plan calls dead; returned is whether all ranks that compute it for this one
+        are, and so whether a stage that computes none may prune. Raises PlanError, on every rank, where ranks that
+        must hold the same plan do not.
         """
 
 
@@ -65,8 +67,8 @@ class _NoSchedule:
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         return nullcontext(())
 
-    def agree(self, plan: StepPlan) -> StepPlan:
-        return plan
+    def agree(self, plan: StepPlan, proved: bool) -> tuple[StepPlan, bool]:
+        return plan, proved
 
 
 no_schedule: Schedule = _NoSchedule()

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gradprune.megatron.patching import replaced
+
 CPU = torch.device("cpu")
 _CUDA_TYPE_NAMES = {
     "torch.FloatTensor": "torch.cuda.FloatTensor",
@@ -45,22 +47,6 @@ def emulate_cuda() -> Iterator[None]:
         undo.enter_context(torch.compiler.set_stance("force_eager"))  # megatron's jit_fuser is torch.compile
         undo.enter_context(_CpuForCuda())
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` while open, and afterwards what it was, or absent if it was absent."""
-    own = vars(owner)
-    missing = name not in own
-    before = own.get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
 
 
 class _CpuForCuda(TorchFunctionMode):
