@@ -36,15 +36,14 @@ class Linear(nn.Linear):
 
     def __init__(self, config: DecoderConfig, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=config.bias)
-        self.down = self.up = None
+        self.lora_a = self.lora_b = None
         if config.lora_rank:
-            self.requires_grad_(False)
-            self.down = nn.Linear(inputs, config.lora_rank, bias=False)
-            self.up = nn.Linear(config.lora_rank, outputs, bias=False)
+            self.lora_a = nn.Linear(inputs, config.lora_rank, bias=False)
+            self.lora_b = nn.Linear(config.lora_rank, outputs, bias=False)
 
     def forward(self, x):
         out = super().forward(x)
-        return out if self.down is None else out + self.up(self.down(x))
+        return out if self.lora_a is None else out + self.lora_b(self.lora_a(x))
 
 
 class FeedForward(nn.Module):
@@ -113,8 +112,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.lora_rank:
-            self.embedding.requires_grad_(False)
-            self.head.requires_grad_(False)
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(".lora_" in name)
         if config.tie_word_embeddings:
             self.head.weight = self.embedding.weight
 

@@ -5,7 +5,6 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from decoders import KINDS, DecoderConfig, make_decoder, make_tokens, policy_loss
 from torch.utils._python_dispatch import _get_current_dispatch_mode, is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +15,7 @@ from gradprune.flop_rules import EXTRA_FORMULAS
 from gradprune.flop_tape import Tape, record_backward, record_forward
 from gradprune.flops import Phases
 from gradprune.meter import FlopMeter
+from tests.decoders import KINDS, DecoderConfig, make_decoder, make_tokens, policy_loss
 
 
 def torch_counts(forward) -> tuple[int, int]:
