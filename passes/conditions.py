@@ -1,0 +1,104 @@
+"""The side conditions of a proof, as few as say the same, in words that a reader and a run-time check can use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+import torch.fx
+
+from gradprune.facts import Condition
+from gradprune.passes.domain import Need, Needs
+from gradprune.passes.registry import operator_name
+
+Node = torch.fx.Node
+
+_SPREADING: Final = frozenset(
+    "add sub rsub mul neg sum mean cumsum view _unsafe_view reshape permute transpose t unsqueeze squeeze expand clone"
+    " alias detach cat stack mm bmm addmm log sqrt square abs _log_softmax native_layer_norm".split()
+)
+"""Operators whose result is not finite if any element of any operand is not."""
+_SPREADING_FIRST: Final = frozenset(["div"])
+"""The same for their first operand only."""
+
+
+def minimal(needs: Needs) -> Needs:
+    """The needs that the others do not imply."""
+    implied: set[Need] = set()
+    for need in needs:
+        if need.kind == "bounded":
+            implied |= {Need("finite", need.node), Need("notnan", need.node)}
+        if need.kind in ("finite", "bounded"):
+            implied.add(Need("notnan", need.node))
+            for ancestor in _spreading_ancestors(need.node):
+                implied |= {Need("finite", ancestor), Need("notnan", ancestor)}
+    return needs - implied
+
+
+def _spreading_ancestors(node: Node) -> Iterable[Node]:
+    seen: set[Node] = set()
+    queue = [node]
+    while queue:
+        for source in _spreading_operands(queue.pop()):
+            if source not in seen:
+                seen.add(source)
+                queue.append(source)
+    return seen
+
+
+def _spreading_operands(node: Node) -> list[Node]:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _may_be_empty(node):
+        return []
+    name = node.target._opname
+    if name == "_to_copy":
+        return node.all_input_nodes if node.meta["val"].is_floating_point() else []
+    if name in _SPREADING_FIRST:
+        return [node.args[0]] if isinstance(node.args[0], Node) else []
+    return node.all_input_nodes if name in _SPREADING else []
+
+
+def _may_be_empty(node: Node) -> bool:
+    """Whether the result may have no elements, so that its being finite says nothing."""
+    meta = node.meta["val"]
+    meta = meta[0] if isinstance(meta, tuple | list) else meta
+    if not isinstance(meta, torch.Tensor):
+        return True
+    return any(
+        size == 0 if isinstance(size, int) else any(s.name.startswith("u") for s in size.node.expr.free_symbols)
+        for size in meta.shape
+    )
+
+
+def forward_twins(graph: torch.fx.Graph) -> Mapping[Node, Node]:
+    """Nodes that compute again what an earlier node of the forward has computed."""
+    first: dict[Any, Node] = {}
+    twins: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        operands = torch.fx.node.map_arg((node.args, node.kwargs), lambda source: twins.get(source, source))
+        key = (node.target, repr(operands))
+        earlier = first.setdefault(key, node)
+        if earlier is not node and "call" in earlier.meta:
+            twins[node] = earlier
+    return twins
+
+
+def conditions(needs: Needs, graph: torch.fx.Graph, names: Mapping[Node, str]) -> tuple[Condition, ...]:
+    """Conditions for `needs`, in program order. `names`: placeholder -> the user's name for it."""
+    twins = forward_twins(graph)
+    moved = minimal(frozenset(Need(need.kind, twins.get(need.node, need.node)) for need in needs))
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    result: dict[Condition, None] = {}
+    for need in sorted(moved, key=lambda need: (order[need.node], need.kind)):
+        result[_condition(need, names)] = None
+    return tuple(result)
+
+
+def _condition(need: Need, names: Mapping[Node, str]) -> Condition:
+    node = need.node
+    if node.op == "placeholder":
+        return Condition(need.kind, names.get(node, node.name))
+    value = operator_name(node.target).removeprefix("aten.").split(".")[0].strip("_")
+    return Condition(need.kind, value, node.meta.get("where"), node.meta.get("call"))

@@ -1,0 +1,309 @@
+"""The abstract interpreter: walks a joint graph and asks a rule for the value of each node."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import sympy
+import torch
+import torch.fx
+
+from gradprune.passes.affine import EVERY, Affine, Index, Size, groups_of, index_of, size_of
+from gradprune.passes.domain import (
+    NO_NEEDS,
+    Key,
+    Known,
+    Need,
+    NeedKind,
+    Needs,
+    Number,
+    Reach,
+    Value,
+    cheapest,
+    exact,
+    joined_rows,
+    unknown,
+)
+from gradprune.passes.intervals import ANY, Interval, is_finite, magnitude, range_of, rounded
+from gradprune.passes.registry import operator_name, rule_of
+
+Node = torch.fx.Node
+Result = Value | tuple[Value | None, ...] | None
+
+ROW: Final = "<row>"
+"""The name of the premise "the hypothesis holds all over this row", beside the factors' names."""
+TANGENT: Final = 2.0**32
+"""Assumed limit of the cotangent of an output: loss scaling included."""
+DATA: Final = 2.0**64
+"""The limit that a ``bounded`` condition checks."""
+
+
+@dataclass(frozen=True)
+class Clause:
+    """The hypothesis over index axes: at each assignment of the axes, some factor is zero.
+
+    axes: factor -> for each of its dimensions the axis, None where its size is 1.
+    """
+
+    axes: Mapping[str, tuple[int | None, ...]]
+
+    def covers(self, facts: Mapping[Key, Known]) -> Iterable[tuple[Known, Index]]:
+        """What elements equal at every position where the clause holds, with the index on axis 0."""
+        by_factor = [[item for item in facts.items() if item[0].factor == factor] for factor in self.axes]
+        if not all(by_factor):
+            return
+        for choice in itertools.product(*by_factor):
+            values = [known.value for _, known in choice]
+            if any(value != values[0] for value in values):
+                continue
+            indices = self._aligned([key.index for key, _ in choice])
+            if indices is not None:
+                needs = NO_NEEDS.union(*(known.needs for _, known in choice))
+                yield Known(values[0], needs), indices.get(0, EVERY)
+
+    def _aligned(self, premises: Sequence[tuple[Index, ...]]) -> dict[int, Index] | None:
+        """The index on each axis if the premises speak of one position, else None.
+
+        ``for all t: a(r) or b(r, t)`` gives ``a(r) or (for all t: b(r, t))``: an axis may be asked for at EVERY
+        position by one factor only, and by no other factor at all.
+        """
+        indices: dict[int, Index] = {}
+        for axes, premise in zip(self.axes.values(), premises):
+            for axis, index in zip(axes, premise):
+                if axis is None:
+                    continue
+                if axis in indices and (index is EVERY or index != indices[axis]):
+                    return None
+                indices[axis] = index
+        return indices
+
+
+@dataclass
+class Flow:
+    """One run of the analysis over the nodes that the gradients depend on.
+
+    sources: placeholder -> its value; every other placeholder is unknown.
+    backward: the nodes that only the backward computes. cotangents: those that depend on a tangent.
+    rowwise: derive what holds in a row where the hypothesis holds, the other rows being arbitrary.
+    """
+
+    graph_module: torch.fx.GraphModule
+    clause: Clause
+    sources: Mapping[Node, Value]
+    backward: frozenset[Node]
+    cotangents: frozenset[Node]
+    shape_env: Any
+    rowwise: bool = False
+    values: dict[Node, Any] = field(default_factory=dict)
+    unruled: dict[Node, str] = field(default_factory=dict)
+    _size_bounds: dict[Size, Interval] = field(default_factory=dict)
+
+    def run(self, nodes: Iterable[Node]) -> Flow:
+        for node in nodes:
+            self.values[node] = self._evaluate(node)
+        return self
+
+    def _evaluate(self, node: Node) -> Any:
+        if node.op == "placeholder":
+            value = self.sources.get(node)
+            return self._settled(node, value) if value is not None else self._of_meta(node.meta.get("val"))
+        if node.op != "call_function":
+            return self._of_meta(node.meta.get("val"))
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            return self._default(node, node.meta["val"])
+        name = operator_name(node.target)
+        rule = rule_of(name)
+        result = rule(self, node, *node.args, **node.kwargs) if rule is not None else None
+        if rule is None and node.meta.get("val") is not None:
+            self.unruled[node] = name
+        return self._completed(node, result)
+
+    def _completed(self, node: Node, result: Result) -> Any:
+        meta = node.meta.get("val")
+        if not isinstance(meta, tuple | list):
+            assert not isinstance(result, tuple), f"the rule for {node.target} returned a tuple"
+            return self._settled(node, result) if result is not None else self._default(node, meta)
+        results = result if isinstance(result, tuple) else (result,) * len(meta)
+        assert len(results) == len(meta), f"the rule for {node.target} returned {len(results)} of {len(meta)} values"
+        return tuple(
+            self._default(node, part) if value is None else self._settled(node, value, part)
+            for value, part in zip(results, meta)
+        )
+
+    def _default(self, node: Node, meta: Any) -> Any:
+        value = self._of_meta(meta)
+        if isinstance(value, Value) and self._reads_no_row(node):
+            return replace(value, rows=None)
+        return value
+
+    def _reads_no_row(self, node: Node) -> bool:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return False
+        inputs = (self.values.get(source) for source in node.all_input_nodes)
+        return all(value.rows is None for value in inputs if isinstance(value, Value))
+
+    def _of_meta(self, meta: Any) -> Any:
+        if isinstance(meta, torch.Tensor):
+            return unknown(groups_of(meta.shape), meta.dtype)
+        if isinstance(meta, bool | int | float):
+            return self.literal(meta, None)
+        if isinstance(meta, torch.SymInt):
+            return self._of_size(size_of(meta))
+        if isinstance(meta, torch.SymFloat):
+            return unknown((), torch.float64)
+        if isinstance(meta, torch.SymBool):
+            return unknown((), torch.bool)
+        return meta
+
+    def _of_size(self, size: Size) -> Value:
+        if isinstance(size, int):
+            return self.literal(size, torch.int64)
+        of_data = any(self.shape_env.is_unbacked_symint(symbol) for symbol in size.free_symbols)
+        return Value((), torch.int64, bounds=self.size_bounds(size), notnan=True, rows=EVERY if of_data else None)
+
+    def size_bounds(self, size: Size) -> Interval:
+        if isinstance(size, int):
+            return (float(size), float(size))
+        if size not in self._size_bounds:
+            bounds, (low, high) = self.shape_env.bound_sympy(size), range_of(torch.int64)
+            self._size_bounds[size] = (
+                float(bounds.lower) if isinstance(bounds.lower, sympy.Integer) else low,
+                float(bounds.upper) if isinstance(bounds.upper, sympy.Integer) else high,
+            )
+        return self._size_bounds[size]
+
+    def _settled(self, node: Node, value: Value, meta: Any = None) -> Value:
+        """`value` with what holds of any value, and with the hypothesis applied."""
+        meta = node.meta.get("val") if meta is None else meta
+        rank = meta.dim() if isinstance(meta, torch.Tensor) else 0
+        assert len(value.dims) == rank, f"the rule for {node.target} returned rank {len(value.dims)}, not {rank}"
+        const, bounds, notnan, rows = value.const, value.bounds, value.notnan, value.rows
+        if const is not None and exact(const.value, value.dtype) is None:
+            const = None
+        if not is_finite(range_of(value.dtype)):
+            bounds = rounded(bounds, value.dtype)
+        else:
+            bounds, notnan = rounded(bounds, value.dtype), True
+        free = (const is not None and not const.needs) or self._reads_no_row(node)
+        rows = None if free else EVERY if rows is None else rows
+        reach = value.reach if value.reach is not None and value.reach.limit <= _largest(value.dtype) else None
+        value = replace(value, const=const, bounds=bounds, notnan=notnan, rows=rows, reach=reach)
+        return _pinned(self.closed(value))
+
+    def closed(self, value: Value) -> Value:
+        """`value` with the hypothesis applied to its facts."""
+        if value.const is not None or not value.facts:
+            return value
+        covered = list(self.clause.covers(value.facts))
+        if not covered:
+            return value
+        if not self.rowwise:
+            return replace(value, const=cheapest(known for known, _ in covered))
+        facts = dict(value.facts)
+        for known, row in covered:
+            if row is not EVERY:
+                key = Key(ROW, (row,))
+                facts[key] = cheapest([known, facts.get(key)]) or known
+        return replace(value, facts=facts)
+
+    # -- what rules ask ------------------------------------------------------------------------------------------
+
+    def value(self, argument: Any) -> Value:
+        """The value of an operand: a node, or a Python number."""
+        if isinstance(argument, Node):
+            value = self.values[argument]
+            assert isinstance(value, Value), f"{argument} is not one tensor or number"
+            return value
+        return self.literal(argument, None)
+
+    def literal(self, number: Number, dtype: torch.dtype | None) -> Value:
+        """A Python number as an operand of a kernel that computes in `dtype` (None: as a Python number)."""
+        if dtype is None:
+            known_as = torch.bool if isinstance(number, bool) else torch.int64 if isinstance(number, int) else torch.float64
+            dtype = known_as
+        if isinstance(number, complex) or math.isnan(number):
+            return replace(unknown((), torch.float64), rows=None)
+        same = exact(number, dtype)
+        bounds = rounded((float(number), float(number)), dtype)
+        return Value((), dtype, Known(same) if same is not None else None, bounds=bounds, notnan=True, rows=None)
+
+    def finite(self, argument: Any) -> Needs | None:
+        """What makes every element of the operand finite; None if nothing can."""
+        value = self.value(argument)
+        if value.broken or (value.const is not None and math.isinf(value.const.value)):
+            return None
+        if value.finite:
+            return NO_NEEDS
+        if value.const is not None:
+            return value.const.needs
+        return self._derived(argument, value) or self.condition("finite", argument)
+
+    def notnan(self, argument: Any) -> Needs | None:
+        value = self.value(argument)
+        if value.broken:
+            return None
+        if value.notnan:
+            return NO_NEEDS
+        if value.const is not None:
+            return value.const.needs
+        return self._derived(argument, value) or self.condition("notnan", argument)
+
+    def nonzero(self, argument: Any) -> Needs | None:
+        """What makes every element of the operand neither 0 nor NaN; None if nothing can."""
+        value = self.value(argument)
+        if value.const is not None:
+            return value.const.needs if value.const.value != 0 else None
+        notnan = self.notnan(argument)
+        if notnan is None or not value.bounds[0] <= 0 <= value.bounds[1]:
+            return notnan
+        return notnan | self.condition("nonzero", argument)
+
+    def nonempty(self, size: Size, argument: Any) -> Needs | None:
+        """What makes `size`, the number of elements that go into each result of a reduction of `argument`, positive."""
+        low, high = self.size_bounds(size)
+        if high < 1:
+            return None
+        return NO_NEEDS if low >= 1 else self.condition("nonempty", argument)
+
+    def reach(self, argument: Any) -> Reach | None:
+        """A limit of the operand's magnitude, with what it needs."""
+        value = self.value(argument)
+        if value.broken:
+            return None
+        if value.const is not None and math.isfinite(value.const.value):
+            return Reach(abs(value.const.value), value.const.needs)
+        if value.finite:
+            return Reach(magnitude(value.bounds))
+        if value.reach is not None or argument in self.backward:
+            return value.reach
+        if is_finite(value.bounds):
+            return Reach(magnitude(value.bounds), self.condition("notnan", argument))
+        kind: NeedKind = "bounded" if _largest(value.dtype) > DATA else "finite"
+        return Reach(min(DATA, _largest(value.dtype)), self.condition(kind, argument))
+
+    def _derived(self, argument: Any, value: Value) -> Needs | None:
+        """For a value of the backward: forward conditions that make it finite, where some are known."""
+        return value.reach.needs if argument in self.backward and value.reach is not None else None
+
+    def condition(self, kind: NeedKind, argument: Any) -> Needs:
+        """The side condition that every element of a node's value is of this kind."""
+        assert isinstance(argument, Node), f"a number needs no condition: {argument}"
+        return frozenset([Need(kind, argument)])
+
+
+def _largest(dtype: torch.dtype | None) -> float:
+    if dtype is None or not dtype.is_floating_point:
+        return magnitude(range_of(dtype)) if dtype is not None and not dtype.is_complex else 0.0
+    return torch.finfo(dtype).max
+
+
+def _pinned(value: Value) -> Value:
+    """A constant that needs nothing is its own bound."""
+    if value.const is None or value.const.needs:
+        return value
+    number = float(value.const.value)
+    return replace(value, bounds=(number, number), notnan=True, broken=False)
