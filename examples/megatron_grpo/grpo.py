@@ -12,7 +12,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from model import causal_inputs
 from rollout import Batch
-from task import ANSWER, PAD, PROMPT, make_prompts, right_answers
+from task import ANSWER, PAD, PROMPT, make_prompts, sloppy_answers
 
 CLIP = 0.2
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
@@ -48,9 +48,9 @@ def imitation_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tu
 
 
 def imitation_batch(rows: int, generator: torch.Generator) -> Batch:
-    """Prompts with their right answers, for the supervised warm-up."""
+    """Prompts with the answers of a sloppy teacher, for the supervised warm-up."""
     prompts = make_prompts(rows, generator)
-    tokens = torch.cat([prompts, right_answers(prompts)], dim=1)
+    tokens = torch.cat([prompts, sloppy_answers(prompts, generator)], dim=1)
     answer = torch.arange(1, PROMPT + ANSWER) >= PROMPT
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": (answer & (tokens[:, 1:] != PAD)).float()}
 

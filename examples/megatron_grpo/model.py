@@ -55,7 +55,7 @@ def build_model(hidden: int, layers: int) -> tuple[DistributedDataParallel, Tran
 
 
 def build_optimizer(model: DistributedDataParallel, learning_rate: float) -> MegatronOptimizer:
-    config = OptimizerConfig(optimizer="adam", lr=learning_rate, weight_decay=0.01, clip_grad=1.0)
+    config = OptimizerConfig(optimizer="adam", lr=learning_rate, weight_decay=0.01, adam_beta2=0.95, clip_grad=1.0)
     return get_megatron_optimizer(config, [model])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -41,8 +42,8 @@ class Update:
 
 
 def show_updates(console: Console, updates: Sequence[Update]) -> None:
-    table = Table(title="GRPO updates, each run unpruned and pruned from the same state", title_justify="left")
-    headings = ("update", "reward", "right", "wrong", "mixed", "dead", "dead tokens", "unpruned", "pruned", "saved")
+    table = Table(title="GRPO updates, each run in two arms from the same state", title_justify="left", box=SIMPLE)
+    headings = ("", "reward", "right", "wrong", "mixed", "dead", "tokens", "unpruned", "pruned", "saved")
     for heading in headings:
         table.add_column(heading, justify="right")
     for number, update in enumerate(updates, 1):
@@ -53,9 +54,9 @@ def show_updates(console: Console, updates: Sequence[Update]) -> None:
             str(update.all_wrong),
             str(update.mixed),
             f"{update.dead_microbatches}/{update.microbatches}",
-            f"{update.dead_tokens}/{update.tokens}",
-            f"{update.seconds_unpruned * 1e3:.0f} ms",
-            f"{update.seconds_pruned * 1e3:.0f} ms",
+            f"{update.dead_tokens / update.tokens:.0%}",
+            f"{update.seconds_unpruned:.2f} s",
+            f"{update.seconds_pruned:.2f} s",
             f"{update.saved:.0%}",
         )
     console.print(table)
@@ -66,7 +67,7 @@ def show_totals(console: Console, updates: Sequence[Update], flops: gradprune.Fl
     unpruned, pruned = sum(u.seconds_unpruned for u in updates), sum(u.seconds_pruned for u in updates)
     dead, microbatches = sum(u.dead_microbatches for u in updates), sum(u.microbatches for u in updates)
     dead_tokens, tokens = sum(u.dead_tokens for u in updates), sum(u.tokens for u in updates)
-    table = Table(title="Totals", title_justify="left", show_header=False)
+    table = Table(title="Totals", title_justify="left", show_header=False, box=SIMPLE)
     table.add_row("dead microbatches", f"{dead} of {microbatches} ({dead / microbatches:.1%})")
     table.add_row("dead tokens", f"{dead_tokens} of {tokens} ({dead_tokens / tokens:.1%})")
     for phase in ("forward", "backward"):

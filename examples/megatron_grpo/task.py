@@ -1,13 +1,14 @@
 """The task: sort digits. A prompt of k digits, ``3 1 2 >``, is answered by the same digits in order, ``1 2 3 .``
 
-Short prompts are easy and long ones hard, so that groups come out all right, all wrong and mixed by themselves.
+The teacher of the warm-up is sloppy: the longer the prompt, the likelier it only copies it. So groups come out all
+right, all wrong and mixed by themselves, and what is left to learn is to sort every time.
 """
 
 from __future__ import annotations
 
 import torch
 
-SHORTEST, LONGEST = 2, 8
+SHORTEST, LONGEST = 2, 5
 ASK, END, PAD = 10, 11, 12  # 0 to 9 are the digits
 VOCABULARY = 16
 PROMPT = LONGEST + 1  # prompts are padded on the left to this width, and end with ASK
@@ -31,6 +32,16 @@ def right_answers(prompts: torch.Tensor) -> torch.Tensor:
         digits = prompt[prompt < 10].sort().values
         answers[row, : len(digits)] = digits
         answers[row, len(digits)] = END
+    return answers
+
+
+def sloppy_answers(prompts: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """What the teacher answers, [R, ANSWER]: sorted, or copied with a chance that grows with the number of digits."""
+    answers = right_answers(prompts)
+    digits = (prompts < 10).sum(dim=1)
+    copies = torch.rand(len(prompts), generator=generator) < (digits - SHORTEST) / (LONGEST - SHORTEST + 1)
+    for row in torch.nonzero(copies).flatten().tolist():
+        answers[row, : digits[row]] = prompts[row, -1 - digits[row] : -1]
     return answers
 
 

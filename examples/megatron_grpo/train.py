@@ -21,9 +21,9 @@ from rich.progress import Progress
 import gradprune
 
 SEED = 1
-WARM_UP, WARM_UP_ROWS, WARM_UP_RATE = 85, 48, 1e-3
-UPDATES, GROUPS, GROUP_SIZE, RATE = 24, 16, 8, 4e-4
-HIDDEN, LAYERS = 192, 3
+WARM_UP, WARM_UP_ROWS, WARM_UP_RATE = 200, 64, 1e-3
+UPDATES, GROUPS, GROUP_SIZE, RATE = 24, 32, 8, 2e-4
+HIDDEN, LAYERS = 256, 2
 OUT = Path("out")
 
 
@@ -50,20 +50,19 @@ def run() -> int:
 
 
 def train(console: Console) -> int:
-
     gpt, _ = model.build_model(HIDDEN, LAYERS)
     optimizer = model.build_optimizer(gpt, WARM_UP_RATE)
     pruned_step = gradprune.compile(grpo.forward_step, zero="advantages * loss_mask")
     demo = Demo(console, gpt, optimizer, pruned_step, torch.Generator().manual_seed(SEED))
     with Progress(console=console) as progress:
         warm_up(demo, progress)
-        task = progress.add_task("GRPO, both arms", total=UPDATES)
+        bar = progress.add_task("GRPO, both arms", total=UPDATES)
         for number in range(UPDATES):
             unequal = update(demo, pruned_first=number % 2 == 1)
             if unequal:
                 console.print(f"[red]update {number + 1} is not bit-equal: {len(unequal)} differ, first {unequal[0]}")
                 return 1
-            progress.update(task, advance=1, description=f"GRPO, reward {demo.updates[-1].reward:.2f}")
+            progress.update(bar, advance=1, description=f"GRPO, reward {demo.updates[-1].reward:.2f}")
     flops, explanation = pruned_step.report(), str(pruned_step.explain())
     console.print(explanation, markup=False)
     report.show_updates(console, demo.updates)
@@ -77,7 +76,6 @@ def train(console: Console) -> int:
 
 def warm_up(demo: Demo, progress: Progress) -> None:
     """Imitate right answers until short prompts are easy and long ones are still out of reach."""
-
     for number in progress.track(range(WARM_UP), description="supervised warm-up"):
         model.set_learning_rate(demo.optimizer, WARM_UP_RATE * min(1, (number + 1) / 20) * (1 - 0.9 * number / WARM_UP))
         batch = grpo.imitation_batch(WARM_UP_ROWS, demo.generator)
@@ -88,7 +86,6 @@ def warm_up(demo: Demo, progress: Progress) -> None:
 
 def update(demo: Demo, pruned_first: bool) -> list[str]:
     """Sample a rollout and update on it in both arms. Returns the names of what differs, and keeps the record."""
-
     sampled = rollout.sample(demo.model, task.make_prompts(GROUPS, demo.generator), GROUP_SIZE, demo.generator)
     batches = rollout.microbatches(sampled)
     plan = gradprune.StepPlan.from_rollout(sampled.advantages, sampled.mask, GROUP_SIZE)
@@ -104,8 +101,14 @@ def update(demo: Demo, pruned_first: bool) -> list[str]:
     return compare.differences(arms[False], arms[True])
 
 
-def summarise(sampled: Any, batches: Any, plan: Any, unpruned: float, pruned: float) -> Any:
-
+def summarise(
+    sampled: rollout.Rollout,
+    batches: list[rollout.Batch],
+    plan: gradprune.StepPlan,
+    unpruned: float,
+    pruned: float,
+) -> report.Update:
+    """What the table shows of one update; unpruned, pruned: seconds."""
     right = sampled.rewards.view(-1, GROUP_SIZE).sum(dim=1)
     tokens = [batch["tokens"].numel() for batch in batches]
     return report.Update(
