@@ -111,42 +111,38 @@ def _serve(ranked: Ints, first: Ints, take: Ints, amount: Ints, cursor: Ints) ->
     return ranked[first[which] + seat], cursor[which] + place
 
 
-def refine(
-    weights: Floats, bin_of: Ints, bins: int, *, kind: Ints | None = None, swap_only: bool = False, goal: float = 0.0
-) -> Ints:
+def refine(weights: Floats, bin_of: Ints, bins: int, *, kind: Ints | None = None, goal: float = 0.0) -> Ints:
     """A partition whose largest load is not larger, by moving and swapping items between heavy and light bins.
 
-    kind [n]: only items of one kind are swapped. swap_only: every bin keeps its number of items. goal: stops once the
-    largest load is at most this. Deterministic; a bounded number of sweeps.
+    kind [n]: items are only swapped, like kind for like, so that every bin keeps its number of each. goal: stops once
+    the largest load is at most this. Deterministic; a bounded number of tries.
     """
-    kinds = np.zeros(len(weights), dtype=np.int64) if kind is None else kind
     bin_of = bin_of.copy()
     loads: Floats = np.bincount(bin_of, weights, bins).astype(np.float64)
-    idle = 0
-    for sweep in range(_SWEEPS):
+    turn = idle = tries = 0
+    while bins > 1 and tries < _TRIES and idle < bins:
         worst = loads.max()
-        if worst <= goal or idle == _PATIENCE or bins == 1:
+        if worst <= goal:
             break
-        _sweep(weights, bin_of, loads, kinds, swap_only, sweep)
+        tries += _OVERHEAD + _sweep(weights, bin_of, loads, kind, goal, turn)
         idle = 0 if loads.max() < worst else idle + 1
+        turn += 1
     return bin_of
 
 
-_SWEEPS, _PATIENCE = 64, 6
+_TRIES, _OVERHEAD = 20_000, 32  # pairs looked at in all, about a second; the sorting of a sweep in pairs
 
 
-def _sweep(weights: Floats, bin_of: Ints, loads: Floats, kind: Ints, swap_only: bool, turn: int) -> None:
-    """Pairs the heavy half with the light half, each sweep another way, and mends each pair. In place."""
+def _sweep(weights: Floats, bin_of: Ints, loads: Floats, kind: Ints | None, goal: float, turn: int) -> int:
+    """Pairs bins above the goal with light ones, each turn others, and mends each pair. In place; counts the pairs."""
     order = np.argsort(bin_of, kind="stable")
     start = np.searchsorted(bin_of[order], np.arange(len(loads) + 1))
     rank = np.argsort(-loads, kind="stable")
-    half, mean = len(rank) // 2, loads.mean()
-    light = np.roll(rank[::-1][:half], -turn)
-    for one, two in zip(rank[:half].tolist(), light.tolist()):
-        if loads[one] <= mean or loads[one] - loads[two] < 2:
-            continue
+    heavy = min(int(np.count_nonzero(loads > goal)), len(rank) // 2)
+    light = np.roll(rank[heavy:][::-1], -turn)
+    for one, two in zip(rank[:heavy].tolist(), light.tolist()):
         mine, theirs = order[start[one] : start[one + 1]], order[start[two] : start[two + 1]]
-        best = _best_exchange(weights, kind, mine, theirs, (loads[one] - loads[two]) / 2, swap_only)
+        best = _best_exchange(weights, kind, mine, theirs, (loads[one] - loads[two]) / 2)
         if best is None:
             continue
         give, get = best
@@ -156,16 +152,17 @@ def _sweep(weights: Floats, bin_of: Ints, loads: Floats, kind: Ints, swap_only: 
         bin_of[give] = two
         if get is not None:
             bin_of[get] = one
+    return heavy
 
 
 def _best_exchange(
-    weights: Floats, kind: Ints, mine: Ints, theirs: Ints, wanted: float, swap_only: bool
+    weights: Floats, kind: Ints | None, mine: Ints, theirs: Ints, wanted: float
 ) -> tuple[int, int | None] | None:
     """The item to give, and the one to get back or None, whose difference comes nearest to `wanted`."""
     best, nearest = None, wanted  # an exchange must leave the pair nearer than it is
-    for name in np.unique(kind[mine]).tolist():
-        ours, others = mine[kind[mine] == name], theirs[kind[theirs] == name]
-        back = weights[others] if swap_only else np.append(weights[others], 0.0)
+    for name in [None] if kind is None else np.unique(kind[mine]).tolist():
+        ours, others = (mine, theirs) if kind is None else (mine[kind[mine] == name], theirs[kind[theirs] == name])
+        back = weights[others] if kind is not None else np.append(weights[others], 0.0)
         if not len(back):
             continue
         ascending = np.argsort(back, kind="stable")

@@ -63,8 +63,8 @@ def level_ranks(items: Items, limits: Limits, *, even: bool = False, late: Bools
         return rank_of  # rounds put like costs at like indices; swaps would make ranks wait for each other
     for part in (np.flatnonzero(~late), np.flatnonzero(late)) if apart else (np.arange(len(items)),):
         goal = lower_bound(weights[part], limits.ranks) * GOOD_ENOUGH
-        kind = items.dead[part].astype(np.int64)
-        rank_of[part] = refine(weights[part], rank_of[part], limits.ranks, kind=kind, swap_only=even, goal=goal)
+        kind = items.dead[part].astype(np.int64) if even else None
+        rank_of[part] = refine(weights[part], rank_of[part], limits.ranks, kind=kind, goal=goal)
     return rank_of
 
 

@@ -105,10 +105,12 @@ def _exchange(items: Items, pack_of: Ints, rank: Ints, limits: Limits) -> Ints:
     Gives `pack_of` back where the new packs would not fit their budget.
     """
     weights: Floats = whole_weights(items.cost * np.maximum(limits.passes(items.dead), 2.0**-20))
+    goal = lower_bound(weights, limits.ranks) * GOOD_ENOUGH
+    if np.bincount(rank[pack_of], weights).max() <= goal:
+        return pack_of
     late = items.merge(pack_of, len(rank), False).dead
     kind = items.dead + 2 * late[pack_of].astype(np.int64)
-    goal = lower_bound(weights, limits.ranks) * GOOD_ENOUGH
-    rank_of = refine(weights, rank[pack_of], limits.ranks, kind=kind, swap_only=True, goal=goal)
+    rank_of = refine(weights, rank[pack_of], limits.ranks, kind=kind, goal=goal)
     owner_of_pack = rank * 2 + late
     bins = np.bincount(owner_of_pack, minlength=2 * limits.ranks)
     dealt, _ = level(items.tokens.astype(np.float64), rank_of * 2 + late[pack_of], bins, even=True)

@@ -1,0 +1,153 @@
+"""Planners against each other on the same rollouts: results.json, and with --pictures timelines in out/.
+
+python benchmarks/planner/run.py            # all, a few minutes
+python benchmarks/planner/run.py --quick    # 8 and 64 ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from peers import PEERS
+from rollouts import Rollout, qwen3_4b_forward, sample_rollout
+from yardstick import bound, score
+
+from gradprune.planner import StepPlan
+
+BUDGET = 16384
+HERE = Path(__file__).parent
+OURS = {"gradprune": {}, "gradprune, lockstep": {"lockstep": True}}
+
+
+def as_arrays(plan: StepPlan, sequences: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack of each sequence and rank of each pack; fillers are empty packs."""
+    pack_of, rank_of = np.full(sequences, -1), []
+    for rank, items in enumerate(plan.ranks):
+        for item in items:
+            assert (pack_of[list(item.samples)] == -1).all(), "a sequence is planned twice"
+            pack_of[list(item.samples)] = len(rank_of)
+            rank_of.append(rank)
+    assert (pack_of >= 0).all(), "a sequence is not planned"
+    return pack_of, np.array(rank_of)
+
+
+def build(rollout: Rollout, ranks: int, **limits: object) -> StepPlan:
+    arguments = {"token_budget": BUDGET, **limits}
+    return StepPlan.build(rollout.lengths, rollout.advantages, ranks=ranks, cost=qwen3_4b_forward, **arguments)
+
+
+def compare(rollout: Rollout, ranks: int) -> dict[str, dict[str, float]]:
+    flops = qwen3_4b_forward(rollout.lengths)
+    rows = {}
+    for name in [*PEERS, *OURS]:
+        start = time.perf_counter()
+        if name in PEERS:
+            plan = PEERS[name](rollout.lengths, flops, BUDGET, ranks)
+        else:
+            built = build(rollout, ranks, **OURS[name])
+        seconds = time.perf_counter() - start
+        if name in OURS:
+            plan = as_arrays(built, len(rollout.lengths))
+        rows[name] = asdict(score(rollout.lengths, rollout.dead, flops, ranks, *plan)) | {"seconds": seconds}
+    return rows
+
+
+def small_batches() -> list[dict[str, float]]:
+    """How near the slowest rank is to the bound where sequences are few, worst of the seeds."""
+    rows = []
+    for per_rank in (8, 16, 32, 64, 256):
+        for ranks in (8, 64, 256):
+            ratios = []
+            for dead_share in (0.3, 0.6, 0.9):
+                for seed in range(5):
+                    rollout = sample_rollout(per_rank * ranks, 8, dead_share, seed)
+                    balance = build(rollout, ranks).balance
+                    assert balance is not None
+                    ratios.append(balance.slowest / balance.bound)
+            rows.append({"per_rank": per_rank, "ranks": ranks, "worst": max(ratios), "mean": float(np.mean(ratios))})
+    return rows
+
+
+def fixed_size() -> list[dict[str, float]]:
+    """Share of dead tokens that stand in dead microbatches of eight sequences."""
+    rows = []
+    for group_size in (8, 16):
+        for dead_share in (0.3, 0.6, 0.9):
+            rollout = sample_rollout(64 * 64, group_size, dead_share)
+            plan = build(rollout, 64, token_budget=None, microbatch_size=8)
+            flops = qwen3_4b_forward(rollout.lengths)
+            scored = score(rollout.lengths, rollout.dead, flops, 64, *as_arrays(plan, len(rollout.lengths)))
+            rows.append({"group_size": group_size, "dead_share": dead_share, "found": scored.found})
+    return rows
+
+
+def million() -> list[dict[str, object]]:
+    """1,000,000 sequences for 1024 ranks: best of three, wall and CPU seconds of this process."""
+    rollout = sample_rollout(1_000_000, 8, 0.6)
+    rows: list[dict[str, object]] = []
+    for name, limits in OURS.items():
+        taken = []
+        for _ in range(3):
+            wall, cpu = time.perf_counter(), time.process_time()
+            plan = build(rollout, 1024, **limits)
+            taken.append((time.perf_counter() - wall, time.process_time() - cpu))
+        assert plan.balance is not None
+        best = min(taken)
+        rows.append({"planner": name, "wall": best[0], "cpu": best[1], "digest": plan.digest(),
+                     "slowest": plan.balance.slowest / plan.balance.bound})  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="8 and 64 ranks, no million")
+    parser.add_argument("--pictures", action="store_true", help="timelines of 8 ranks to out/ (needs matplotlib)")
+    options = parser.parse_args()
+    if options.pictures:
+        from timelines import draw_timelines
+
+        print(f"wrote {draw_timelines(HERE / 'out')}")
+        return
+    cases = []
+    for ranks in (8, 64) if options.quick else (8, 64, 256, 1024):
+        for group_size in (8, 16):
+            for dead_share in (0.3, 0.6, 0.9):
+                rollout = sample_rollout(64 * ranks, group_size, dead_share)
+                case = {"ranks": ranks, "group_size": group_size, "dead_share": dead_share}
+                case["dead_tokens"] = float(rollout.lengths[rollout.dead].sum() / rollout.lengths.sum())
+                cases.append(case | {"planners": compare(rollout, ranks)})
+                print(json.dumps(case), flush=True)
+    results = {
+        "machine": f"{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}",
+        "budget": BUDGET, "per_rank": 64, "cases": cases, "small": small_batches(), "fixed_size": fixed_size(),
+        "million": [] if options.quick else million(),
+    }  # fmt: skip
+    name = "results_quick.json" if options.quick else "results.json"
+    (HERE / name).write_text(json.dumps(results, indent=1, default=float) + "\n")
+    print(markdown(results))
+
+
+def markdown(results: dict) -> str:
+    """The tables of the README."""
+    lines = ["| ranks | dead | planner | dead tokens found | slowest / bound | saved (possible) | saved in lockstep |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for case in results["cases"]:
+        if case["group_size"] != 8:
+            continue
+        for name, row in case["planners"].items():
+            lines.append(
+                f"| {case['ranks']} | {case['dead_share']:.0%} | {name} | {row['found']:.1%} | {row['slowest']:.4f} | "
+                f"{row['saved']:.1%} ({row['possible']:.1%}) | {row['lockstep']:.1%} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    assert bound(np.ones(4), 2) == 2.0
+    main()
