@@ -1,191 +1,214 @@
-"""The torch calls of a running program as data, and the comparison of a run with a recorded one.
+"""The torch calls of a running program as data.
 
 A program that makes the same torch calls with the same operands, in the same order, computes the same thing, whatever
-Python state led to it. `CallRecorder` writes the calls down; `CallWatch` compares a run with recorded streams.
+Python state led to it. `CallRecorder` writes the calls down; `call_watch.CallWatch` compares a run with them.
+
+Calls that ask (for a size, a dtype, a value) are not written down: what they answer shows in the operands of later
+calls, and in which calls are made.
 """
 
 from __future__ import annotations
 
 import contextlib
-import linecache
-import os
 import sys
-import sysconfig
-import types
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from gradprune.facts import SourceLine
+from gradprune.frames import user_line
 from gradprune.joint import Call
 
-_FOREIGN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.abspath(__file__)) + os.sep)
-_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+#: Calls that give Python the data of a tensor.
+READS = frozenset(getattr(torch.Tensor, name) for name in ("item", "tolist", "__bool__", "__int__", "__float__"))
 
-# Reads of data by Python: their results are unknown to a trace and must be the same on a run of the same path.
-READS = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__complex__", "equal")
-) | frozenset((torch.equal, torch.allclose, torch.Tensor.allclose, torch.is_nonzero, torch.Tensor.is_nonzero))
-
-
-@cache
-def is_user_file(file: str) -> bool:
-    """Whether `file` holds the user's code: not torch's, not the standard library's and not this package's."""
-    if file.startswith("<frozen") or file.startswith(_FOREIGN):
-        return False
-    return not file.startswith(_STDLIB) or "site-packages" in file
+# Calls that return nothing, or nothing of torch's, and still are part of the program.
+_EFFECTS = frozenset("register_hook register_post_accumulate_grad_hook".split())
+# Calls that return nothing and are seen otherwise: modes are operands of each call.
+_SILENT = frozenset("_set_grad_enabled _enter_autocast _exit_autocast retain_grad __get__".split())
 
 
-@cache
-def _source_line(file: str, line: int, function: str) -> SourceLine:
-    return SourceLine(file, line, linecache.getline(file, line).strip(), function)
+def is_computation(func: Any, result: Any) -> bool:
+    """Whether a call is part of what a program computes: it gives a tensor or changes one."""
+    if isinstance(result, torch.Tensor):
+        return True
+    if isinstance(result, (list, tuple)):
+        return any(is_computation(None, item) for item in result)
+    name = getattr(func, "__name__", "")
+    return name in _EFFECTS or (result is None and func is not None and name not in _SILENT)
 
 
-def user_line(frame: types.FrameType | None) -> SourceLine | None:
-    """The innermost line of user code at or above `frame`; None where there is none."""
-    while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
-            return _source_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-    return None
-
-
-def error_line(error: BaseException) -> SourceLine | None:
-    """The innermost line of user code that `error` passed through."""
-    found = None
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if is_user_file(code.co_filename):
-            found = _source_line(code.co_filename, trace.tb_lineno, code.co_name)
-        trace = trace.tb_next
-    return found
-
-
-_names: dict[Any, str] = {}
+_function_names: dict[Any, str] = {}
 
 
 def function_name(func: Any) -> str:
     """The public name of a torch function or method: ``torch.exp``, ``torch.Tensor.add_``."""
-    name = _names.get(func)
+    name = _function_names.get(func)
     if name is None:
-        name = _names[func] = resolve_name(func) or f"{func.__module__}.{func.__qualname__}"
+        owner = getattr(func, "__self__", None)
+        name = resolve_name(func) or f"{getattr(func, '__module__', '')}.{getattr(func, '__qualname__', func)}"
+        owner_name = getattr(owner, "__name__", None)
+        name = _function_names[func] = f"{name} of {owner_name}" if owner_name else name
     return name
 
 
+def autocast_state() -> tuple[Any, ...]:
+    """The autocast settings in force: device type and dtype of each that is on."""
+    return tuple(
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+    )
+
+
 class Numbers:
-    """Numbers tensors by first appearance, without keeping any alive."""
+    """Numbers tensors by first appearance, without keeping any of them alive."""
 
-    def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._next = 0
-        for tensor in leaves.values():
-            self.add(tensor)
+    def __init__(self, leaves: int = 0) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, ...]]] = {}
+        self._next = leaves
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """Numbers a tensor that has not appeared."""
-        self._known[id(tensor)] = (weakref.ref(tensor), self._next)
-        self._next += 1
-        return self._next - 1
-
-    def of(self, tensor: torch.Tensor) -> int:
+    def bind(self, tensor: torch.Tensor, number: int) -> None:
+        """Declares a leaf; a tensor may be several of them."""
         known = self._known.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else self.add(tensor)
+        before = known[1] if known is not None and known[0]() is tensor else ()
+        self._known[id(tensor)] = (weakref.ref(tensor), (*before, number))
+
+    def of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The numbers of a tensor: one, unless it was declared under several names."""
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        self._next += 1
+        self._known[id(tensor)] = (weakref.ref(tensor), (self._next - 1,))
+        return (self._next - 1,)
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        known = self._known.get(id(tensor))
+        return known is None or known[0]() is not tensor
+
+    def number_results(self, result: Any) -> None:
+        for tensor in tensors_in(result):
+            self.of(tensor)
 
 
-class CallRecorder(TorchFunctionMode):
-    """Records the torch calls made while it is entered, as `joint.Call` in ``calls``.
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: tuple[Any, ...]) -> Iterator[Any]:
+    """What a call is given, in the order of `joint.Call.operands`; containers and keywords leave a marker."""
+    yield from mode
+    for arg in args:
+        yield from _flatten(arg)
+    for key in sorted(kwargs):
+        yield f"{key}="
+        yield from _flatten(kwargs[key])
+
+
+def _flatten(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        yield (list if isinstance(value, list) else tuple, len(value))
+        for item in value:
+            yield from _flatten(item)
+    elif isinstance(value, torch.Size):
+        yield (tuple, len(value))
+        yield from value
+    elif isinstance(value, dict):
+        yield (dict, *value)
+        for item in value.values():
+            yield from _flatten(item)
+    elif isinstance(value, slice):
+        yield slice
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
+
+
+_line: list[Any] = []
+
+
+@contextlib.contextmanager
+def at_line(where: Any) -> Iterator[None]:
+    """Calls made inside were written by the user at `where`, whoever makes them now."""
+    _line.append(where)
+    try:
+        yield
+    finally:
+        _line.pop()
+
+
+def current_line() -> Any:
+    """The user's line that makes the current call."""
+    return _line[-1] if _line else user_line(sys._getframe(1))
+
+
+class PausableMode(TorchFunctionMode):
+    """A function mode that can look away, and be entered again after it was left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pauses = 0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Calls made inside are not seen; a tensor that comes out is numbered where it is first used."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+
+class CallRecorder(PausableMode):
+    """Records the torch calls made while it is entered, as `joint.Call`, in ``calls``.
 
     leaves: the tensors that the program is given, numbered 0, 1, ... in this order; every other tensor is numbered
         when it first appears, as an operand or a result.
     lines: also record the user's line of each call (walks frames: for traces, not for runs).
-
-    Recorded are the calls that give tensors, change them, or read their data; not those that ask for sizes, dtypes
-    and the like.
     """
 
     def __init__(self, leaves: Mapping[str, torch.Tensor], *, lines: bool = False) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.numbers = Numbers(leaves)
         self._lines = lines
-        self._paused = 0
+        self.bind(leaves)
+
+    def bind(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Starts the numbering with `leaves`."""
+        self.numbers = Numbers(len(leaves))
+        for number, tensor in enumerate(leaves.values()):
+            self.numbers.bind(tensor, number)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._pauses:
             return func(*args, **kwargs)
         operands = self.operands(args, kwargs)
-        where = user_line(sys._getframe(1)) if self._lines else None
+        where = current_line() if self._lines else None
         result = func(*args, **kwargs)
-        if is_computation(func, result):
-            self.calls.append(Call(function_name(func), operands, where))
-            self.number_results(result)
+        self.record(func, operands, where, result)
         return result
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Calls made inside are not recorded; a tensor that comes out is numbered where it is first used."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
+    def record(self, func: Any, operands: tuple[tuple[Any, ...], ...], where: Any, result: Any) -> None:
+        """Writes a call down that was made, if it is part of the computation."""
+        if is_computation(func, result):
+            self.calls.append(Call(function_name(func), operands, where))
+            self.numbers.number_results(result)
 
     def operands(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], ...]:
-        """What a call is given, flattened as `joint.Call` says; sequences and keywords leave a marker of their own."""
-        flat: list[tuple[Any, ...]] = [("value", torch.is_grad_enabled()), ("value", autocast_state())]
-        for arg in args:
-            self._flatten(arg, flat)
-        for key in sorted(kwargs):
-            flat.append(("value", f"{key}="))
-            self._flatten(kwargs[key], flat)
-        return tuple(flat)
-
-    def _flatten(self, value: Any, flat: list[tuple[Any, ...]]) -> None:
-        if isinstance(value, torch.Tensor):
-            flat.append(("tensor", self.numbers.of(value)))
-        elif isinstance(value, (list, tuple)):
-            flat.append(("value", (type(value).__name__, len(value))))
-            for item in value:
-                self._flatten(item, flat)
-        elif isinstance(value, dict):
-            flat.append(("value", ("dict", *value)))
-            for item in value.values():
-                self._flatten(item, flat)
-        else:
-            flat.append(self.operand(value))
+        mode = (torch.is_grad_enabled(), autocast_state())
+        return tuple(self.operand(value) for value in flatten(args, kwargs, mode))
 
     def operand(self, value: Any) -> tuple[Any, ...]:
-        """One operand that is neither a tensor nor a container."""
+        if isinstance(value, torch.Tensor):
+            return ("tensor", self.numbers.of(value)[0])
         return ("value", value)
-
-    def number_results(self, result: Any) -> None:
-        if isinstance(result, torch.Tensor):
-            self.numbers.of(result)
-        elif isinstance(result, (list, tuple)):
-            for item in result:
-                self.number_results(item)
-
-
-def is_computation(func: Any, result: Any) -> bool:
-    """Whether a call is part of what a program computes: it gives a tensor, changes one, or reads data."""
-    if isinstance(result, torch.Tensor) or func in READS:
-        return True
-    if isinstance(result, (list, tuple)):
-        return any(is_computation(None, item) for item in result)
-    return result is None and getattr(func, "__name__", "") not in ("__get__", "retain_grad")
-
-
-def autocast_state() -> tuple[Any, ...]:
-    """The autocast settings in force, per device type that has it switched on."""
-    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
-        return ()
-    return tuple(
-        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
-    )

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 import torch.fx
 
 from gradprune.facts import SourceLine
@@ -33,20 +35,46 @@ class Call:
     """One torch call of the program as its Python source made it.
 
     operands: tuple of what it was given, flattened: ("tensor", k) for a tensor, k numbering tensors by first
-        appearance; ("value", v) for a Python value; ("size", expr) for a value computed from sizes; ("data",) for one
-        that depends on data.
+        appearance; ("value", v) for a Python value; ("size", expr) for a number computed from sizes; ("data", expr) for
+        one that depends on data. The first two are the grad mode and the autocast settings of the call.
+    sizes: of each tensor in the result, its sizes where only data determines them; () for every other.
     """
 
     function: str
     operands: tuple[tuple[Any, ...], ...]
     where: SourceLine | None = None
+    sizes: tuple[tuple[Any, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a trace took for granted of a tensor that the program did not make; sizes and strides are expressions."""
+
+    name: str
+    dtype: torch.dtype
+    device: str
+    sizes: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    requires_grad: bool = False
 
 
 @dataclass(frozen=True)
 class CallStream:
-    """All torch calls of one path through the program, in order. Runs with equal streams compute the same thing."""
+    """All torch calls of one path through the program, in order. Runs with equal streams compute the same thing.
+
+    leaves: the tensors that the program is given, numbered 0, 1, ... in this order.
+    others: by number, the tensors that it found elsewhere.
+    facts: expressions over sizes and data that are true on this path, the program's own decisions among them.
+    reads: where a symbol of these expressions comes from: its name -> (tensor number, index in the flattened value).
+    mutates: whether a call of the path changes a leaf or another tensor from outside.
+    """
 
     calls: tuple[Call, ...]
+    leaves: tuple[Layout, ...] = ()
+    others: Mapping[int, Layout] = field(default_factory=dict)
+    facts: tuple[Any, ...] = ()
+    reads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    mutates: bool = False
 
 
 @dataclass

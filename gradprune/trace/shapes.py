@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import sympy
 import torch
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import BooleanFunction
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv, free_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_symbols,
+    free_unbacked_symbols,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
-from gradprune.calls import user_line
+from gradprune.calls import current_line
 from gradprune.errors import TraceError
 from gradprune.facts import SourceLine
+from gradprune.frames import is_user_file
+from gradprune.joint import Layout
+from gradprune.trace.standins import NeedsSymbolicBuiltins
+from gradprune.trace.unknown import Stopped
 
 
 @dataclass(frozen=True)
@@ -38,48 +51,102 @@ class BranchingShapeEnv(ShapeEnv):
     """A ShapeEnv that answers what only data can answer from a script, and notes the decisions taken.
 
     script: the answers of this path, in the order of the questions; every further question is answered True.
+    symbolic_modules: the ids of the globals in which numbers are kept symbolic.
     """
 
-    def __init__(self, script: Sequence[bool]) -> None:
+    def __init__(self, script: Sequence[bool], symbolic_modules: Container[int] = ()) -> None:
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, duck_shape=False)
-        self._script = tuple(script)
-        self._answers: dict[sympy.Basic, bool] = {}
         self.decisions: list[Decision] = []
+        self.assumptions: dict[sympy.Basic, bool] = {}
+        self.unbacked: list[str] = []
+        self._script = tuple(script)
+        self._symbolic_modules = symbolic_modules
+        self._answers: dict[sympy.Basic, bool] = {}
 
-    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluate_expr(
+        self,
+        orig_expr: Any,
+        hint: Any = None,
+        fx_node: Any = None,
+        size_oblivious: bool = False,
+        fallback_value: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
         known = self._answers.get(orig_expr)
         if known is not None:
             return sympy.sympify(known)
         try:
-            return super().evaluate_expr(orig_expr, *args, **kwargs)
-        except GuardOnDataDependentSymNode as error:
-            if not orig_expr.is_Boolean and not isinstance(orig_expr, sympy.logic.boolalg.Boolean):
-                where = user_line(sys._getframe(1))
-                raise TraceError(
-                    f"the program turns a value read from a tensor into a Python number: {orig_expr}", where
-                ) from error
+            return super().evaluate_expr(orig_expr, hint, fx_node, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if fallback_value is not None:
+                self.assumptions[orig_expr] = fallback_value
+                return sympy.sympify(fallback_value)
+        if isinstance(orig_expr, (Relational, BooleanFunction)):
             return sympy.sympify(self._decide(orig_expr))
+        return self._refuse(orig_expr)
+
+    def _make_data_dependent_error(self, expr: Any, unhinted_expr: Any, **_: Any) -> GuardOnDataDependentSymNode:
+        return GuardOnDataDependentSymNode(expr, str(unhinted_expr))  # the stacks that torch adds take long
 
     def _decide(self, question: sympy.Basic) -> bool:
         index = len(self.decisions)
         answer = self._script[index] if index < len(self._script) else True
-        self.decisions.append(Decision(question, answer, user_line(sys._getframe(1))))
+        self.decisions.append(Decision(question, answer, current_line()))
         self._answers[question] = answer
-        self._learn(question if answer else sympy.Not(question))
+        self._learn(question, answer)
         return answer
 
-    def _learn(self, fact: sympy.Basic) -> None:
+    def _learn(self, question: sympy.Basic, answer: bool) -> None:
         """Takes a decision into account for later questions. Facts about floats are not used: with NaN, not a < b
         does not mean a >= b."""
-        if all(symbol.is_integer for symbol in fact.free_symbols):
-            self.guard_or_defer_runtime_assert(fact, "decision of this path")
+        if isinstance(question, (sympy.And if answer else sympy.Or)):
+            for part in question.args:
+                self._learn(part, answer)
+        elif isinstance(question, sympy.Not):
+            self._learn(question.args[0], not answer)
+        elif isinstance(question, Relational) and all(symbol.is_integer for symbol in question.free_symbols):
+            self.guard_or_defer_runtime_assert(question if answer else sympy.Not(question), "decision of this path")
+
+    def _refuse(self, expr: sympy.Basic) -> NoReturn:
+        frame = user_frame(sys._getframe(1))
+        if frame is not None and id(frame.f_globals) not in self._symbolic_modules:
+            raise NeedsSymbolicBuiltins(frame.f_globals)
+        message = f"the program needs the value of {expr}, which only data can tell, as a Python number"
+        raise Stopped(TraceError(message, current_line()))
+
+    def create_unbacked_symint(self, *args: Any, **kwargs: Any) -> Any:
+        return self._created(super().create_unbacked_symint(*args, **kwargs))
+
+    def create_unbacked_symfloat(self) -> Any:
+        return self._created(super().create_unbacked_symfloat())
+
+    def create_unbacked_symbool(self) -> Any:
+        return self._created(super().create_unbacked_symbool())
+
+    def _created(self, number: Any) -> Any:
+        self.unbacked += [str(symbol) for symbol in number.node.expr.free_symbols]
+        return number
+
+    def facts(self) -> tuple[sympy.Basic, ...]:
+        """What is true on this path, as expressions: guards on sizes, decisions on data, and what torch assumed."""
+        answers = [(decision.question, decision.answer) for decision in self.decisions] + [*self.assumptions.items()]
+        found = [guard.expr for guard in self.guards]
+        found += [check.expr for checks in self.deferred_runtime_asserts.values() for check in checks]
+        found += [question if answer else sympy.Not(question) for question, answer in answers]
+        found += [symbol >= 2 for symbol in self.backed_var_to_val]  # torch takes 0 and 1 for constants
+        return tuple(dict.fromkeys(found))
 
 
 class Sizes:
-    """Makes the fake tensors of a trace, each size of two or more a symbol of its own where `symbolic`."""
+    """Makes the fake tensors of a trace, each size of two or more a symbol of its own where `symbolic`.
 
-    def __init__(self, mode: FakeTensorMode, shape_env: BranchingShapeEnv, *, symbolic: bool) -> None:
-        self._mode, self._shape_env, self._symbolic = mode, shape_env, symbolic
+    device: where a tensor on the meta device is taken to be.
+    """
+
+    def __init__(
+        self, mode: FakeTensorMode, shape_env: BranchingShapeEnv, device: torch.device, *, symbolic: bool
+    ) -> None:
+        self._mode, self._shape_env, self._device, self._symbolic = mode, shape_env, device, symbolic
 
     def fake(self, tensor: torch.Tensor, name: str, *, static: bool = False) -> torch.Tensor:
         """A fake tensor of the same dtype, device and layout, no data and no history."""
@@ -89,8 +156,9 @@ class Sizes:
                 symbols = [self._symbol(size, f"{name}.size({dim})") for dim, size in enumerate(sizes)]
                 strides = self._strides(sizes, strides, symbols, name)
                 sizes = symbols
+            device = self._device if tensor.device.type == "meta" else tensor.device
             with self._mode:
-                return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
+                return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=device)
 
     def _symbol(self, size: int, source: str) -> Any:
         if size < 2:
@@ -110,6 +178,28 @@ class Sizes:
                 made[dim] = self._symbol(strides[dim], f"{name}.stride({dim})")
             expected, expected_symbol = strides[dim] * sizes[dim], made[dim] * symbols[dim]
         return made
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of user code at or above `frame`."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def layout_of(name: str, tensor: torch.Tensor, *, requires_grad: bool) -> Layout:
+    """What a trace takes for granted of a fake tensor."""
+    sizes, strides = (tuple(map(_expression, numbers)) for numbers in (tensor.shape, tensor.stride()))
+    return Layout(name, tensor.dtype, tensor.device.type, sizes, strides, requires_grad)
+
+
+def data_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The sizes of a tensor where only data determines them, else ()."""
+    return tuple(map(_expression, tensor.shape)) if any(map(free_unbacked_symbols, tensor.shape)) else ()
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def symbolic_dims(name: str, tensor: torch.Tensor) -> tuple[str, ...]:

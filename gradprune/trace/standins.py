@@ -1,0 +1,223 @@
+"""What stands in, while a trace runs, for Python and torch functions that need data or hide what they compute.
+
+Everything here is undone when the trace ends. The globals of the user's modules are touched only where a traced
+program was seen to turn a symbolic number into a Python one: there ``int``, ``float``, ``len`` and `math` keep it
+symbolic.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import math
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch._functorch.utils
+import torch.utils.checkpoint
+from torch.autograd.function import BackwardCFunction
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class NeedsSymbolicBuiltins(BaseException):
+    """The module with these globals turns a symbolic number into a Python one. Not an Exception: no user code may
+    catch it."""
+
+    def __init__(self, module: dict[str, Any]) -> None:
+        super().__init__(module.get("__name__"))
+        self.module = module
+
+
+class _NumberType(type):
+    """The type of a stand-in for ``int`` or ``float``: it makes and recognises what the builtin does, and symbols."""
+
+    builtin: type
+    symbol: type
+    convert: Callable[[Any], Any]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        value = args[0] if len(args) == 1 and not kwargs else None
+        if isinstance(value, torch.Tensor):
+            value = value.item()
+        if isinstance(value, SYMBOLIC):
+            return cls.convert(value)
+        return cls.builtin(*((value,) if isinstance(value, (int, float)) else args), **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, (cls.builtin, cls.symbol))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.builtin)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.builtin
+
+    def __hash__(cls) -> int:
+        return hash(cls.builtin)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.builtin, name)
+
+
+class _Int(metaclass=_NumberType):
+    builtin, symbol, convert = int, torch.SymInt, staticmethod(torch.sym_int)
+
+
+class _Float(metaclass=_NumberType):
+    builtin, symbol, convert = float, torch.SymFloat, staticmethod(torch.sym_float)
+
+
+def _len(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() > 0 else builtins.len(value)
+
+
+_BUILTINS: dict[str, Any] = {"int": _Int, "float": _Float, "len": _len}
+
+
+def _math_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `math` that gives a new unknown number for a symbolic one."""
+
+    def call(*args: Any) -> Any:
+        symbol = next((arg for arg in args if isinstance(arg, SYMBOLIC)), None)
+        if symbol is None or function in (math.floor, math.ceil, math.trunc):
+            return function(*args)
+        shape_env = symbol.node.shape_env
+        with shape_env.ignore_fresh_unbacked_symbols():
+            if function in (math.isnan, math.isinf, math.isfinite):
+                return shape_env.create_unbacked_symbool()
+            return shape_env.create_unbacked_symfloat()
+
+    return call
+
+
+_MATH = types.SimpleNamespace(
+    **{name: _math_function(value) if callable(value) else value for name, value in vars(math).items()}
+)
+
+
+def _replacements(module: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in _BUILTINS.items() if name not in module}
+    for name, value in module.items():
+        if value is math:
+            found[name] = _MATH
+        elif isinstance(value, types.BuiltinFunctionType) and value.__module__ == "math":
+            found[name] = _math_function(value)
+    return found
+
+
+@contextlib.contextmanager
+def symbolic_builtins(modules: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """``int``, ``float``, ``len`` and `math` in the modules with these globals keep symbolic numbers symbolic."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            replacements = _replacements(module)
+            before = {name: module[name] for name in replacements if name in module}
+            stack.callback(_restore, module, replacements, before)
+            module.update(replacements)
+        yield
+
+
+def _restore(module: dict[str, Any], replacements: dict[str, Any], before: dict[str, Any]) -> None:
+    for name, value in replacements.items():
+        if module.get(name) is value:
+            del module[name]
+    module.update(before)
+
+
+class _Checkpoint:
+    """Reentrant checkpointing without the recomputation: the same values, the same gradients."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        tracked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        with contextlib.nullcontext() if tracked else torch.no_grad():
+            return function(*args)
+
+
+def _checkpoint_generator(*_: Any, **__: Any) -> Iterator[None]:
+    """Non-reentrant checkpointing without the recomputation."""
+    yield
+
+
+def _formatted(value: Any, spec: str) -> str:
+    return f"<{value}>"
+
+
+class _Observer(Protocol):
+    def enter_function(self, cls: type, args: tuple[Any, ...]) -> tuple[Any, ...]: ...
+
+    def in_backward(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any: ...
+
+
+@contextlib.contextmanager
+def standing_in(observer: _Observer) -> Iterator[None]:
+    """Compiled functions run uncompiled, checkpoints do not recompute, symbolic numbers can be formatted.
+
+    `observer` sees, and may replace, the arguments of each ``autograd.Function``, and calls their backwards.
+    """
+    run_backward = BackwardCFunction.apply
+
+    def backward(ctx: Any, *args: Any) -> Any:
+        return observer.in_backward(run_backward, (ctx, *args))
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (torch.utils.checkpoint, "CheckpointFunction", _Checkpoint),
+            (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_generator),
+            (BackwardCFunction, "apply", backward),
+            *((symbol, "__format__", _formatted) for symbol in SYMBOLIC),
+        ):
+            stack.enter_context(_patched(owner, name, value))
+        stack.enter_context(watching_functions(observer.enter_function))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_same_random_state())
+        yield
+
+
+@contextlib.contextmanager
+def watching_functions(on_function: Callable[[type, tuple[Any, ...]], tuple[Any, ...]]) -> Iterator[None]:
+    """Calls ``on_function(cls, args)`` for each ``cls.apply(*args)`` of a ``torch.autograd.Function``; it returns the
+    arguments to use. A function mode sees only what such a function calls inside."""
+    original = torch._functorch.utils.unwrap_dead_wrappers
+
+    def unwrap(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        caller = sys._getframe(1)
+        args = original(args)
+        if caller.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
+            return on_function(caller.f_locals["cls"], args)
+        return args
+
+    with _patched(torch._functorch.utils, "unwrap_dead_wrappers", unwrap):
+        yield
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    missing = object()
+    before = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    """A traced program draws from no generator of the process."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

@@ -1,0 +1,72 @@
+"""A stand-in for data that has left torch during a trace, or that torch cannot compute without data.
+
+Whatever is computed from it is unknown as well; asking what it is, to branch or to count, stops the trace.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradprune.errors import TraceError
+from gradprune.facts import SourceLine
+
+
+class Stopped(BaseException):
+    """Ends a trace with a TraceError. Not an Exception: the traced program must not catch it and go on."""
+
+    def __init__(self, error: TraceError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Unknown:
+    """A value of which nothing is known. `made` says what it was, for the message that stops a trace."""
+
+    def __init__(self, made: str, where: SourceLine | None) -> None:
+        object.__setattr__(self, "made", made)
+        object.__setattr__(self, "where", where)
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        message = f"the program depends on the value of {self.made}, which a trace does not know"
+        raise Stopped(TraceError(message, self.where))
+
+    def _same(self, *_: Any, **__: Any) -> Unknown:
+        return self
+
+    def __getattr__(self, name: str) -> Unknown:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{self.made}>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+    # torch and numpy functions of an unknown value are unknown.
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return first_unknown((args, kwargs or {}))
+
+    def __array_function__(self, *_: Any) -> Unknown:
+        return self
+
+    def __array_ufunc__(self, *_: Any, **__: Any) -> Unknown:
+        return self
+
+    __call__ = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _same
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _same
+    __neg__ = __pos__ = __abs__ = __invert__ = __round__ = __floor__ = __ceil__ = __trunc__ = _same
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _same  # type: ignore[assignment]
+    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __contains__ = __array__ = refuse
+    __hash__ = object.__hash__
+
+
+def first_unknown(value: Any) -> Unknown | None:
+    """The first Unknown in nested lists, tuples and dicts."""
+    if isinstance(value, Unknown):
+        return value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next((found for item in items if (found := first_unknown(item)) is not None), None)
