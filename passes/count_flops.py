@@ -1,6 +1,7 @@
 """Analysis: FLOPs of a joint graph as sympy expressions of its symbolic sizes, by phase. Edits nothing, adds no guard.
 
-The graph holds what the loss and the gradients read: an operator that serves a metric only is not in it.
+The graph holds what the loss and the gradients read: an operator that serves a metric only is not in it, and a
+checkpoint is traced without its recomputation. What a step really ran is `gradprune.meter`'s to say.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from gradprune.joint import JointGraph
 class GraphFlops:
     """FLOPs of one path of a step.
 
+    recompute: what a hand-written backward runs without reading the cotangent.
     forward, backward, recompute: expressions of integer symbols named for the first input that has that size,
         ``logp[0]``; a size that depends on data keeps the tracer's name. Constants where no size is symbolic.
     sizes: every symbolic size of an input -> its expression, ``{"logp[0]": logp[0], "mask[0]": logp[0]}``.
@@ -111,7 +113,7 @@ def _name_sizes(joint: JointGraph) -> tuple[dict[sympy.Symbol, sympy.Symbol], di
 
 
 def count_flops(joint: JointGraph) -> GraphFlops:
-    """FLOPs of the forward, of what depends on the loss's cotangent, and of what the backward runs again."""
+    """FLOPs of the forward, of what depends on the loss's cotangent, and of what the backward runs besides."""
     graph = joint.graph_module.graph
     backward = _reached(graph, (item.node for item in joint.inputs if item.role == "tangent"))
     totals = {phase: sympy.Integer(0) for phase in ("forward", "backward", "recompute")}

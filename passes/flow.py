@@ -188,8 +188,9 @@ class Flow:
             bounds = rounded(bounds, value.dtype)
         else:
             bounds, notnan = rounded(bounds, value.dtype), True
-        free = (const is not None and not const.needs) or self._reads_no_row(node)
-        rows = None if free else EVERY if rows is None else rows
+        if node.op == "call_function":
+            free = (const is not None and not const.needs) or self._reads_no_row(node)
+            rows = None if free else EVERY if rows is None else rows
         reach = value.reach if value.reach is not None and value.reach.limit <= _largest(value.dtype) else None
         value = replace(value, const=const, bounds=bounds, notnan=notnan, rows=rows, reach=reach)
         return _pinned(self.closed(value))

@@ -164,6 +164,14 @@ def remapped(value: Value, dims: Iterable[Group], mapping: Mapped | None = None)
     return replace(value, dims=tuple(dims), facts=facts, rows=rows)
 
 
+def read_at(value: Value, dims: Sequence[Group]) -> Value:
+    """`value` in the atoms of `dims`, an index space of the same shape."""
+    mapping: dict[Atom, Affine | None] = {}
+    for group, target in zip(value.dims, dims, strict=True):
+        match_groups(group, target, mapping)
+    return remapped(value, dims, mapping)
+
+
 def forgotten(groups: Iterable[Group]) -> dict[Atom, Affine | None]:
     """The mapping under which positions in these dimensions are not known."""
     return {atom: None for group in groups for atom in group}

@@ -137,6 +137,8 @@ class _Program:
             if known is None or known.value != 0 or value.rows not in (None, row):
                 return None
             needs |= known.needs
+        if any(_fails(microbatch, need) for need in needs):
+            return None
         return frozenset(need for need in needs if not _holds(microbatch, need))
 
     def _is_by_row(self, node: Node) -> bool:
@@ -149,6 +151,13 @@ def _holds(flow: Flow, need: Need) -> bool:
     if not isinstance(value, Value) or need.kind not in ("finite", "notnan", "bounded"):
         return False
     return value.finite or (value.const is not None and not value.const.needs)
+
+
+def _fails(flow: Flow, need: Need) -> bool:
+    value = flow.values.get(need.node)
+    if not isinstance(value, Value):
+        return False
+    return value.broken or (need.kind == "nonzero" and value.is_zero())
 
 
 def _carrier(inputs: Mapping[str, Node], factor: str, name: str) -> Node:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from gradprune.passes import intervals
+from gradprune.passes.affine import product, quotient, size_of
 from gradprune.passes.domain import Known, Needs, Reach, Value
 from gradprune.passes.flow import Flow, Node
 from gradprune.passes.registry import rule
-from gradprune.passes.transfer import dtype_of, operands, pointwise
+from gradprune.passes.transfer import dtype_of, operands, pointwise, shape_of
 
 
 @rule("aten.add.Tensor", "aten.add.Scalar", "operator.add")
@@ -52,7 +56,7 @@ def _sum(flow: Flow, node: Node, a: Any, b: Any, sign: int, alpha: Any) -> Value
         bounds=intervals.added(x.bounds, scaled),
         notnan=x.notnan and y.notnan and not opposite and scale is not None,
         reach=_added(*reaches, intervals.magnitude(factor.bounds)),
-        broken=(x.broken and y.finite) or (y.broken and x.finite) or _opposite_infinities(x, y, sign),
+        broken=x.broken or y.broken or _opposite_infinities(x, y, sign),
     )
 
 
@@ -95,13 +99,8 @@ def _product_facets(flow: Flow, node: Node, a: Any, b: Any, x: Value, y: Value) 
         p, q = flow.reach(a), flow.reach(b)
         reach = Reach(p.limit * q.limit * 1.01, p.needs | q.needs) if p is not None and q is not None else None
     nan = (_may_be_zero(x) and _may_be_infinite(y)) or (_may_be_zero(y) and _may_be_infinite(x))
-    zero_times_broken = (_is_zero(x) and y.broken) or (_is_zero(y) and x.broken)
-    broken = (x.broken and y.finite) or (y.broken and x.finite) or zero_times_broken
-    return {"bounds": bounds, "notnan": x.notnan and y.notnan and not nan, "reach": reach, "broken": broken}
-
-
-def _is_zero(value: Value) -> bool:
-    return value.const is not None and value.const.value == 0 and not value.const.needs
+    notnan = x.notnan and y.notnan and not nan
+    return {"bounds": bounds, "notnan": notnan, "reach": reach, "broken": x.broken or y.broken}
 
 
 def _may_be_zero(value: Value) -> bool:
@@ -115,6 +114,9 @@ def _may_be_infinite(value: Value) -> bool:
 @rule("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor", "operator.truediv")
 def divide(flow: Flow, node: Node, a: Any, b: Any) -> Value:
     x, y = operands(flow, dtype_of(node), a, b)
+    if _is_count_of(node, b):
+        y = replace(y, bounds=(max(y.bounds[0], 1.0), y.bounds[1]))
+    nonzero = flow.nonzero(b) if _may_be_zero(y) else flow.notnan(b)
     bounds = intervals.divided(x.bounds, y.bounds)
     zero_divisor = y.const is not None and y.const.value == 0
     reach = _quotient_reach(flow, a, b, y) if node in flow.backward else None
@@ -122,12 +124,20 @@ def divide(flow: Flow, node: Node, a: Any, b: Any) -> Value:
     return pointwise(
         node,
         [x, y],
-        _quotient_rule(flow.nonzero(b), lambda p, q: p / q),
+        _quotient_rule(nonzero, lambda p, q: p / q),
         bounds=bounds,
         notnan=x.notnan and y.notnan and apart and not (_may_be_infinite(x) and _may_be_infinite(y)),
         reach=reach,
-        broken=zero_divisor or (x.broken and y.finite),
+        broken=zero_divisor or x.broken,
     )
+
+
+def _is_count_of(node: Node, divisor: Any) -> bool:
+    """Whether the divisor is a size that divides the number of results: then it is not 0, or there is no result."""
+    meta = divisor.meta.get("val") if isinstance(divisor, Node) else None
+    if not isinstance(meta, torch.SymInt):
+        return False
+    return quotient(product(size_of(size) for size in shape_of(node)), size_of(meta)) is not None
 
 
 def _quotient_rule(nonzero: Needs | None, divide: Any) -> Any:

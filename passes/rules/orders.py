@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gradprune.passes.affine import group_of, size_of
+from gradprune.passes.affine import group_of, product, size_of
 from gradprune.passes.domain import Known, Number, Value, unknown
 from gradprune.passes.flow import Flow, Node
 from gradprune.passes.intervals import ANY
@@ -85,8 +85,6 @@ def median(flow: Flow, node: Node, a: Any) -> Value:
 
 
 def reduced_size(value: Value) -> Any:
-    from gradprune.passes.affine import product
-
     return product(atom.size for group in value.dims for atom in group)
 
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from gradprune.passes.affine import Affine, Atom, match_groups, size_of
-from gradprune.passes.domain import Known, Value, joined_rows
+from gradprune.passes.affine import Affine, Atom, groups_of, match_groups, size_of
+from gradprune.passes.domain import Known, Reach, Value, joined_rows
 from gradprune.passes.flow import Flow, Node
-from gradprune.passes.intervals import ANY
+from gradprune.passes.intervals import ANY, MANY
 from gradprune.passes.registry import rule
 from gradprune.passes.rules.choice import picked_by_condition
+from gradprune.passes.rules.numbers import converted
 from gradprune.passes.rules.gathers import padded_right, same_positions
 from gradprune.passes.rules.slices import extent, mixed, shifted_into, slice_start
 from gradprune.passes.transfer import (
@@ -24,6 +25,7 @@ from gradprune.passes.transfer import (
     forgotten,
     only_zeros,
     operands,
+    read_at,
     remapped,
     shape_of,
 )
@@ -41,7 +43,9 @@ def _accumulated(flow: Flow, node: Node, parts: Parts, *indices: Any) -> Value:
     """Each element is a sum of some of the parts' elements: zero where all of them are."""
     result = _replaced(flow, node, parts, *indices)
     zero = result.const if result.is_zero() else None
-    return replace(result, const=zero, facts=only_zeros(result.facts), bounds=ANY, notnan=False, reach=None)
+    reach = result.reach
+    summed = Reach(2 * MANY * reach.limit, reach.needs) if reach is not None else None
+    return replace(result, const=zero, facts=only_zeros(result.facts), bounds=ANY, notnan=False, reach=summed)
 
 
 @rule("aten.scatter.src", "aten.scatter.value")
@@ -110,8 +114,6 @@ def slice_backward(
 
 def zeros_like_node(flow: Flow, node: Node) -> Value:
     (zero,) = operands(flow, dtype_of(node), 0)
-    from gradprune.passes.affine import groups_of
-
     return replace(zero, dims=groups_of(shape_of(node)))
 
 
@@ -161,8 +163,6 @@ def diagonal_scatter(flow: Flow, node: Node, a: Any, source: Any, *_: Any) -> Va
 @rule("aten.copy.default")
 def copy(flow: Flow, node: Node, a: Any, source: Any, *_: Any, **__: Any) -> Value:
     """The source, broadcast to the target's shape and dtype."""
-    from gradprune.passes.rules.numbers import converted
-
     target, written = flow.value(a), flow.value(source)
     mapping: dict[Atom, Affine | None] = {}
     for group, other in zip(reversed(written.dims), reversed(target.dims)):
@@ -179,12 +179,17 @@ def index_put(flow: Flow, node: Node, a: Any, indices: Sequence[Any], source: An
     result = (_accumulated if accumulate else _replaced)(flow, node, parts, *given)
     if len(indices) != 1 or given[0].meta["val"].dtype != torch.bool:
         return result
-    masked = _put_where(value, padded_right(flow.value(given[0]), len(value.dims)), written, accumulate)
-    return replace(result, const=result.const or masked.const, facts={**masked.facts, **result.facts})
+    mask = padded_right(flow.value(given[0]), len(value.dims))
+    return _or_masked(result, _put_where(value, mask, written, accumulate))
+
+
+def _or_masked(result: Value, masked: Value) -> Value:
+    facts = {**read_at(masked, result.dims).facts, **result.facts}
+    return replace(result, const=result.const or masked.const, facts=facts)
 
 
 def _put_where(value: Value, mask: Value, written: Value, accumulate: bool) -> Value:
-    """Under one boolean mask: the target where the mask is false."""
+    """What follows from one boolean mask: the target where the mask is false."""
     shape = [extent(group) for group in value.dims]
     source = remapped(written, (), forgotten(written.dims))
 
@@ -201,13 +206,7 @@ def masked_scatter(flow: Flow, node: Node, a: Any, mask: Any, source: Any) -> Va
     value, written = operands(flow, dtype_of(node), a, source)
     anywhere = (written, forgotten(written.dims))
     result = _replaced(flow, node, [(value, {}), anywhere], mask)
-    masked = combined(
-        value.dtype,
-        [extent(group) for group in value.dims],
-        [flow.value(mask), remapped(written, (), forgotten(written.dims)), value],
-        picked_by_condition,
-    )
-    return replace(result, const=result.const or masked.const, facts={**masked.facts, **result.facts})
+    return _or_masked(result, _put_where(value, flow.value(mask), written, accumulate=False))
 
 
 @rule("aten.masked_scatter_backward.default")
