@@ -17,6 +17,7 @@ from gradprune.passes.zero_flow import analyse
 from gradprune.tape import Tape
 from gradprune.trace import trace_joint
 from gradprune.trace.admission import Admission
+from gradprune.trees import leaves
 
 
 def prove(
@@ -44,6 +45,10 @@ def prove(
     """
     hypothesis = Hypothesis.parse(zero)
     call, names, values = _arguments(loss_fn, example_args)
+    tensors = [name for name, value in zip(names, values) for name, _ in leaves(value, name)]
+    for factor in hypothesis.factors:
+        if _carrier(factor, tensors) is None:
+            raise PruneError(f"zero names {factor!r}, which the loss does not take: it takes {', '.join(tensors)}")
     wanted = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     whole = wanted == ("parameters",)
     if whole:
@@ -86,7 +91,10 @@ def prove_program(program: Program, hypothesis: Hypothesis) -> tuple[Verdict, Ad
         where = error.where if isinstance(error.where, SourceLine) else None
         reason = Reason("untraceable", f"not traceable: {error}", where)
         return _timed(Refusal(hypothesis, program.wrt, (reason,), program.subject), start), Admission(())
-    factors = {factor: _input_of(factor, joints[0]) for factor in hypothesis.factors}
+    names = [item.name for item in joints[0].inputs if item.role != "tangent"]
+    factors = {factor: found for factor in hypothesis.factors if (found := _carrier(factor, names)) is not None}
+    if len(factors) < len(hypothesis.factors):
+        return _timed(_unread(program, hypothesis, factors), start), Admission(joints)
     verdicts = [analyse(joint, factors, hypothesis=hypothesis, subject=program.subject) for joint in joints]
     return _timed(_merged(verdicts, joints), start), Admission(joints)
 
@@ -116,17 +124,20 @@ def _timed(verdict: Verdict, start: float) -> Verdict:
     return replace(verdict, seconds=time.perf_counter() - start)
 
 
-def _input_of(factor: str, joint: JointGraph) -> str:
-    """The traced input that carries a factor: its very name, or the one name that ends in it."""
-    names = [item.name for item in joint.inputs if item.role != "tangent"]
+def _unread(program: Program, hypothesis: Hypothesis, factors: Mapping[str, str]) -> Refusal:
+    missing = ", ".join(name for name in hypothesis.factors if name not in factors)
+    reason = Reason("lost-factor", f"the loss never reads {missing}, which is zero where it should have no gradient")
+    return Refusal(hypothesis, program.wrt, (reason,), program.subject)
+
+
+def _carrier(factor: str, names: Sequence[str]) -> str | None:
+    """The input that carries a factor: its very name, or the one name that ends in it; None where nothing does."""
     if factor in names:
         return factor
     ending = [name for name in names if name.endswith(f".{factor}")]
-    if len(ending) == 1:
-        return ending[0]
-    if ending:
+    if len(ending) > 1:
         raise PruneError(f"zero names {factor!r}, which is ambiguous: write one of {', '.join(ending)}")
-    raise PruneError(f"zero names {factor!r}, which the loss does not have: it has {', '.join(names)}")
+    return ending[0] if ending else None
 
 
 def _arguments(
