@@ -11,12 +11,12 @@ import enum
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import sympy
 import torch
 
-Size = int | sympy.Expr
+Size: TypeAlias = "int | sympy.Expr"
 
 
 class Atom:

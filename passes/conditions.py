@@ -19,6 +19,7 @@ _SPREADING: Final = frozenset(
     " alias detach cat stack mm bmm addmm log sqrt square abs _log_softmax native_layer_norm".split()
 )
 """Operators whose result is not finite if any element of any operand is not."""
+_SAME_ELEMENTS: Final = frozenset("unsqueeze squeeze expand view permute transpose t neg".split())
 _SPREADING_FIRST: Final = frozenset(["div"])
 """The same for their first operand only."""
 
@@ -27,9 +28,7 @@ def minimal(needs: Needs) -> Needs:
     """The needs that the others do not imply."""
     implied: set[Need] = set()
     for need in needs:
-        if need.kind == "bounded":
-            implied |= {Need("finite", need.node), Need("notnan", need.node)}
-        if need.kind in ("finite", "bounded"):
+        if need.kind == "finite":
             implied.add(Need("notnan", need.node))
             for ancestor in _spreading_ancestors(need.node):
                 implied |= {Need("finite", ancestor), Need("notnan", ancestor)}
@@ -90,15 +89,20 @@ def conditions(needs: Needs, graph: torch.fx.Graph, names: Mapping[Node, str]) -
     twins = forward_twins(graph)
     moved = minimal(frozenset(Need(need.kind, twins.get(need.node, need.node)) for need in needs))
     order = {node: position for position, node in enumerate(graph.nodes)}
-    result: dict[Condition, None] = {}
+    results = {node.meta["call"]: node for node in graph.nodes if "call" in node.meta}
+    found: dict[Condition, None] = {}
     for need in sorted(moved, key=lambda need: (order[need.node], need.kind)):
-        result[_condition(need, names)] = None
-    return tuple(result)
+        call = need.node.meta.get("call")
+        found[_condition(need, names, call if results.get(call) is need.node else None)] = None
+    return tuple(found)
 
 
-def _condition(need: Need, names: Mapping[Node, str]) -> Condition:
-    node = need.node
-    if node.op == "placeholder":
-        return Condition(need.kind, names.get(node, node.name))
-    value = operator_name(node.target).removeprefix("aten.").split(".")[0].strip("_")
-    return Condition(need.kind, value, node.meta.get("where"), node.meta.get("call"))
+def _condition(need: Need, names: Mapping[Node, str], call: int | None) -> Condition:
+    """call: that of which the node is the result; None for a step inside of a call, as for the backward."""
+    seen = need.node
+    while seen.op == "call_function" and getattr(seen.target, "_opname", None) in _SAME_ELEMENTS:
+        seen = seen.all_input_nodes[0]
+    if seen.op == "placeholder":
+        return Condition(need.kind, names.get(seen, seen.name), need.node.meta.get("where"), call)
+    value = operator_name(need.node.target).removeprefix("aten.").split(".")[0].strip("_")
+    return Condition(need.kind, value, need.node.meta.get("where"), call)

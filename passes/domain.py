@@ -18,7 +18,7 @@ from gradprune.passes.affine import EVERY, Group, Index, Mapped, moved
 from gradprune.passes.intervals import ANY, Interval, is_finite, range_of
 
 Number = bool | int | float
-NeedKind = Literal["finite", "notnan", "nonzero", "nonempty", "bounded"]
+NeedKind = Literal["finite", "notnan", "nonzero", "nonempty"]
 
 
 class Need(NamedTuple):
@@ -40,13 +40,13 @@ class Known(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The premise of a fact at index i: `factor` is zero at ``index(i)``, or ``index(i)`` is outside of the factor.
+    """The premise of a fact at index i: `factor` is zero at ``indices(i)``, or that is outside of the factor.
 
-    An EVERY in `index` asks for zero at all positions of that dimension.
+    An EVERY among the indices asks for zero at all positions of that dimension.
     """
 
     factor: str
-    index: tuple[Index, ...]
+    indices: tuple[Index, ...]
 
 
 Facts = Mapping[Key, Known]
@@ -112,7 +112,7 @@ def moved_facts(facts: Facts, mapping: Mapped) -> Facts:
     result: dict[Key, Known] = {}
     for (factor, index), known in facts.items():
         key = Key(factor, tuple([moved(part, mapping) for part in index]))
-        if key not in result or len(known.needs) < len(result[key].needs):
+        if key not in result or cost(known.needs) < cost(result[key].needs):
             result[key] = known
     return result
 
@@ -146,8 +146,14 @@ def _same(a: Known | None, b: Known | None) -> Known | None:
 
 
 def cheapest(options: Iterable[Known | None]) -> Known | None:
-    """Of several derivations the one with the fewest needs."""
-    return min((option for option in options if option is not None), key=lambda known: len(known.needs), default=None)
+    """Of several derivations the one with the fewest needs, those of the backward counted first."""
+    known = [option for option in options if option is not None]
+    return min(known, key=lambda option: cost(option.needs)) if known else None
+
+
+def cost(needs: Needs) -> tuple[int, int]:
+    """How many needs speak of the backward, which only running it can check, and how many there are."""
+    return sum(need.node.op == "call_function" and "call" not in need.node.meta for need in needs), len(needs)
 
 
 def exact(value: Number, dtype: torch.dtype | None) -> Number | None:

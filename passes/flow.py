@@ -12,7 +12,7 @@ import sympy
 import torch
 import torch.fx
 
-from gradprune.passes.affine import EVERY, Affine, Index, Size, groups_of, index_of, size_of
+from gradprune.passes.affine import EVERY, Index, Size, groups_of, size_of
 from gradprune.passes.domain import (
     NO_NEEDS,
     Key,
@@ -25,10 +25,9 @@ from gradprune.passes.domain import (
     Value,
     cheapest,
     exact,
-    joined_rows,
     unknown,
 )
-from gradprune.passes.intervals import ANY, Interval, is_finite, magnitude, range_of, rounded
+from gradprune.passes.intervals import Interval, is_finite, magnitude, range_of, rounded
 from gradprune.passes.registry import operator_name, rule_of
 
 Node = torch.fx.Node
@@ -38,8 +37,6 @@ ROW: Final = "<row>"
 """The name of the premise "the hypothesis holds all over this row", beside the factors' names."""
 TANGENT: Final = 2.0**32
 """Assumed limit of the cotangent of an output: loss scaling included."""
-DATA: Final = 2.0**64
-"""The limit that a ``bounded`` condition checks."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Clause:
             values = [known.value for _, known in choice]
             if any(value != values[0] for value in values):
                 continue
-            indices = self._aligned([key.index for key, _ in choice])
+            indices = self._aligned([key.indices for key, _ in choice])
             if indices is not None:
                 needs = NO_NEEDS.union(*(known.needs for _, known in choice))
                 yield Known(values[0], needs), indices.get(0, EVERY)
@@ -224,7 +221,9 @@ class Flow:
     def literal(self, number: Number, dtype: torch.dtype | None) -> Value:
         """A Python number as an operand of a kernel that computes in `dtype` (None: as a Python number)."""
         if dtype is None:
-            known_as = torch.bool if isinstance(number, bool) else torch.int64 if isinstance(number, int) else torch.float64
+            known_as = (
+                torch.bool if isinstance(number, bool) else torch.int64 if isinstance(number, int) else torch.float64
+            )
             dtype = known_as
         if isinstance(number, complex) or math.isnan(number):
             return replace(unknown((), torch.float64), rows=None)
@@ -281,10 +280,7 @@ class Flow:
             return Reach(magnitude(value.bounds))
         if value.reach is not None or argument in self.backward:
             return value.reach
-        if is_finite(value.bounds):
-            return Reach(magnitude(value.bounds), self.condition("notnan", argument))
-        kind: NeedKind = "bounded" if _largest(value.dtype) > DATA else "finite"
-        return Reach(min(DATA, _largest(value.dtype)), self.condition(kind, argument))
+        return Reach(magnitude(value.bounds), self.condition("notnan", argument)) if is_finite(value.bounds) else None
 
     def _derived(self, argument: Any, value: Value) -> Needs | None:
         """For a value of the backward: forward conditions that make it finite, where some are known."""

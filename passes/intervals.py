@@ -37,7 +37,7 @@ def range_of(dtype: torch.dtype | None) -> Interval:
 
 
 def rounded(interval: Interval, dtype: torch.dtype | None) -> Interval:
-    """The interval widened to what a result of this dtype can be: rounding, overflow to inf, wrap-around of integers."""
+    """The interval widened to what a result of this dtype can be: rounding, overflow to inf, wrap-around."""
     low, high = interval
     if math.isnan(low) or math.isnan(high) or dtype is None or dtype.is_complex:
         return range_of(dtype)

@@ -1,4 +1,4 @@
-"""The table of transfer rules: operator name -> function. Each operator has one rule; an operator without is unknown."""
+"""The table of transfer rules: operator name -> function. An operator has one rule; one without is unknown."""
 
 from __future__ import annotations
 

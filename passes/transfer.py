@@ -71,7 +71,9 @@ def as_dtype(value: Value, dtype: torch.dtype | None) -> Value:
 def computed_in(*arguments: Any) -> torch.dtype | None:
     """The dtype in which a comparison of these operands is made: that of torch's type promotion."""
     tensors = [a.meta["val"] for a in arguments if isinstance(a, Node) and isinstance(a.meta["val"], torch.Tensor)]
-    numbers = [_number_dtype(a) for a in arguments if not (isinstance(a, Node) and isinstance(a.meta["val"], torch.Tensor))]
+    numbers = [
+        _number_dtype(a) for a in arguments if not (isinstance(a, Node) and isinstance(a.meta["val"], torch.Tensor))
+    ]
     result: torch.dtype | None = None
     for group in ([t.dtype for t in tensors if t.dim() > 0], [t.dtype for t in tensors if t.dim() == 0], numbers):
         promoted: torch.dtype | None = None

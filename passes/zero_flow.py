@@ -36,11 +36,12 @@ def analyse(
     program = _Program.of(joint, factors, hypothesis)
     flow = program.run(rowwise=False)
     wrt = tuple(joint.gradients)
-    live = [name for name, node in joint.gradients.items() if node is not None and not flow.values[node].is_zero()]
+    gradients = {name: node for name, node in joint.gradients.items() if node is not None}
+    live = {name: node for name, node in gradients.items() if not flow.values[node].is_zero()}
     if live:
-        found = reasons(flow, {name: joint.gradients[name] for name in live}, program.names)
+        found = reasons(program.run(rowwise=False, whole=True), live, joint.inputs)
         return Refusal(hypothesis, wrt, found, subject, time.perf_counter() - start)
-    needs = NO_NEEDS.union(*(_const(flow, node).needs for node in joint.gradients.values() if node is not None))
+    needs = NO_NEEDS.union(*(_const(flow, node).needs for node in gradients.values()))
     row_needs = program.row_needs(flow)
     per_row = row_needs is not None
     graph = joint.graph_module.graph
@@ -89,10 +90,11 @@ class _Program:
         names = {item.node: item.name for item in joint.inputs}
         return _Program(joint, Clause(axes), carriers, names, sizes[0][1] if 0 in sizes else None)
 
-    def run(self, *, rowwise: bool) -> Flow:
+    def run(self, *, rowwise: bool, whole: bool = False) -> Flow:
+        """Evaluate what the gradients depend on, or the whole graph."""
         graph_module = self.joint.graph_module
         needed = _ancestors(node for node in self.joint.gradients.values() if node is not None)
-        order = [node for node in graph_module.graph.nodes if node in needed]
+        order = [node for node in graph_module.graph.nodes if (node.op != "output" if whole else node in needed)]
         tangents = {item.node for item in self.joint.inputs if item.role == "tangent"}
         backward = frozenset(node for node in order if node.op == "call_function" and "call" not in node.meta)
         cotangents = _dependents(order, tangents)
@@ -148,7 +150,7 @@ class _Program:
 
 def _holds(flow: Flow, need: Need) -> bool:
     value = flow.values.get(need.node)
-    if not isinstance(value, Value) or need.kind not in ("finite", "notnan", "bounded"):
+    if not isinstance(value, Value) or need.kind not in ("finite", "notnan"):
         return False
     return value.finite or (value.const is not None and not value.const.needs)
 
@@ -162,7 +164,9 @@ def _fails(flow: Flow, need: Need) -> bool:
 
 def _carrier(inputs: Mapping[str, Node], factor: str, name: str) -> Node:
     if name not in inputs:
-        raise PruneError(f"factor {factor!r} is carried by {name!r}, which is not an input; inputs: {', '.join(inputs)}")
+        raise PruneError(
+            f"factor {factor!r} is carried by {name!r}, which is not an input; inputs: {', '.join(inputs)}"
+        )
     return inputs[name]
 
 
@@ -176,8 +180,8 @@ def _axes(factor: str, node: Node, sizes: dict[int, tuple[str, Size]]) -> tuple[
         other, known = sizes.setdefault(place, (factor, size))
         if isinstance(size, int) and isinstance(known, int) and size != known:
             raise PruneError(
-                f"factors {other!r} and {factor!r} differ in dimension {place}: {known} and {size}. Factors are aligned "
-                "at their leading dimensions: name tensors of one layout"
+                f"factors {other!r} and {factor!r} differ in dimension {place}: {known} and {size}. Factors are "
+                "aligned at their leading dimensions: name tensors of one layout"
             )
     return tuple(axes)
 

@@ -47,7 +47,9 @@ def _sum(flow: Flow, node: Node, a: Any, b: Any, sign: int, alpha: Any) -> Value
 
     scaled = intervals.multiplied(y.bounds, factor.bounds)
     scaled = intervals.negated(scaled) if sign < 0 else scaled
-    opposite = (x.bounds[0] == -math.inf and scaled[1] == math.inf) or (x.bounds[1] == math.inf and scaled[0] == -math.inf)
+    opposite = (x.bounds[0] == -math.inf and scaled[1] == math.inf) or (
+        x.bounds[1] == math.inf and scaled[0] == -math.inf
+    )
     reaches = (flow.reach(a), flow.reach(b)) if node in flow.backward else (None, None)
     return pointwise(
         node,
@@ -73,7 +75,9 @@ def _opposite_infinities(x: Value, y: Value, sign: int) -> bool:
 @rule("aten.mul.Tensor", "aten.mul.Scalar", "operator.mul")
 def multiply(flow: Flow, node: Node, a: Any, b: Any) -> Value:
     x, y = operands(flow, dtype_of(node), a, b)
-    return pointwise(node, [x, y], _product_rule(flow.finite(a), flow.finite(b)), **_product_facets(flow, node, a, b, x, y))
+    return pointwise(
+        node, [x, y], _product_rule(flow.finite(a), flow.finite(b)), **_product_facets(flow, node, a, b, x, y)
+    )
 
 
 def _product_rule(finite_a: Needs | None, finite_b: Needs | None) -> Any:
@@ -171,7 +175,9 @@ def divide_and_round(flow: Flow, node: Node, a: Any, b: Any, rounding_mode: str 
     def whole(p: Any, q: Any) -> float:
         return toward(p / q) if math.isfinite(p) and math.isfinite(q) else math.nan
 
-    return pointwise(node, [x, y], _quotient_rule(flow.nonzero(b), whole), broken=y.const is not None and y.const.value == 0)
+    return pointwise(
+        node, [x, y], _quotient_rule(flow.nonzero(b), whole), broken=y.const is not None and y.const.value == 0
+    )
 
 
 @rule("aten.neg.default", "operator.neg")
@@ -259,5 +265,3 @@ def multiply_by_log(flow: Flow, node: Node, a: Any, b: Any) -> Value:
         return Known(0, p.needs | clean) if p is not None and p.value == 0 and clean is not None else None
 
     return pointwise(node, [x, y], combine)
-
-

@@ -1,4 +1,4 @@
-"""Backward operators of ATen: linear in the cotangent, so a zero cotangent gives zero where the saved tensors are finite."""
+"""Backward operators of ATen: linear in the cotangent, so zero gives zero where the saved tensors are finite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from gradprune.passes.registry import rule
 from gradprune.passes.rules.gathers import same_positions
 from gradprune.passes.transfer import axis, dtype_of, forgotten, only_zeros, operands, pointwise, remapped, shape_of
 
-_NOT_MULTIPLIED: Final = frozenset({"attn_bias", "attn_mask", "bias", "cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"})
+_NOT_MULTIPLIED: Final = frozenset(
+    {"attn_bias", "attn_mask", "bias", "cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"}
+)
 """Saved arguments whose value never multiplies the cotangent: an additive mask holds -inf by design."""
 
 LINEAR: Final = (
@@ -95,8 +97,7 @@ def _named_arguments(node: Node) -> list[tuple[str, Any]]:
     """The operator's arguments by name, lists opened."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     pairs = [*zip(names, node.args), *node.kwargs.items()]
-    opened = [(name, item) for name, value in pairs for item in (value if isinstance(value, list | tuple) else [value])]
-    return opened
+    return [(name, item) for name, value in pairs for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 ELEMENTWISE: Final = (

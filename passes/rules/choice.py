@@ -134,8 +134,11 @@ def clamp(flow: Flow, node: Node, a: Any, low: Any = None, high: Any = None, **n
 
     notnan = flow.notnan(a)
     limit = intervals.magnitude(bounds)
-    bounded = node in flow.backward and math.isfinite(limit) and notnan is not None and not any(
-        isinstance(other, Node) for other in limits
+    bounded = (
+        node in flow.backward
+        and math.isfinite(limit)
+        and notnan is not None
+        and not any(isinstance(other, Node) for other in limits)
     )
     return pointwise(
         node,

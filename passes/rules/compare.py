@@ -77,7 +77,13 @@ def _decided(name: str, a: Extent, b: Extent) -> Known | None:
     return Known(True, clean) if true and clean is not None else None
 
 
-@rule("aten.logical_and.default", "aten.bitwise_and.Tensor", "aten.bitwise_and.Scalar", "aten.__and__.Tensor", "operator.and_")
+@rule(
+    "aten.logical_and.default",
+    "aten.bitwise_and.Tensor",
+    "aten.bitwise_and.Scalar",
+    "aten.__and__.Tensor",
+    "operator.and_",
+)
 def logical_and(flow: Flow, node: Node, a: Any, b: Any) -> Value | None:
     """False (for integers: 0) and anything is False."""
     if not _is_logical(node, a, b):
@@ -103,7 +109,9 @@ def _is_logical(node: Node, a: Any, b: Any) -> bool:
     return "logical" in str(node.target) or dtype_of(node) == torch.bool
 
 
-@rule("aten.logical_or.default", "aten.bitwise_or.Tensor", "aten.bitwise_or.Scalar", "aten.__or__.Tensor", "operator.or_")
+@rule(
+    "aten.logical_or.default", "aten.bitwise_or.Tensor", "aten.bitwise_or.Scalar", "aten.__or__.Tensor", "operator.or_"
+)
 def logical_or(flow: Flow, node: Node, a: Any, b: Any) -> Value | None:
     if not _is_logical(node, a, b):
         return None

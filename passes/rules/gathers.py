@@ -26,9 +26,7 @@ def gather(flow: Flow, node: Node, a: Any, dim: int, index: Any, **_: Any) -> Va
     return replace(remapped(value, positions.dims, mapping), rows=rows)
 
 
-def same_positions(
-    dims: Sequence[Group], target: Sequence[Group], unknown: set[int]
-) -> dict[Atom, Affine | None]:
+def same_positions(dims: Sequence[Group], target: Sequence[Group], unknown: set[int]) -> dict[Atom, Affine | None]:
     """The mapping of atoms that are read at the same index of `target`, which may be smaller or larger."""
     mapping: dict[Atom, Affine | None] = {}
     for place, (group, other) in enumerate(zip(dims, target)):

@@ -7,7 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradprune.passes.affine import groups_of, match_groups
-from gradprune.passes.domain import NO_NEEDS, Facts, Key, Known, Needs, Value, joined_rows, moved_facts, moved_rows
+from gradprune.passes.domain import (
+    NO_NEEDS,
+    Facts,
+    Key,
+    Known,
+    Needs,
+    Value,
+    cost,
+    joined_rows,
+    moved_facts,
+    moved_rows,
+)
 from gradprune.passes.flow import Flow, Node
 from gradprune.passes.registry import rule
 from gradprune.passes.transfer import dtype_of, forgotten, shape_of
@@ -91,4 +102,4 @@ def _zero_product(flow: Flow, a: Any, b: Any) -> Needs | None:
         value, finite = flow.value(operand), flow.finite(other)
         if value.is_zero() and value.const is not None and finite is not None:
             options.append(value.const.needs | finite)
-    return min(options, key=len, default=None)
+    return min(options, key=cost, default=None)

@@ -94,7 +94,13 @@ def argument_of_extremum(flow: Flow, node: Node, a: Any, dim: Dims = None, keepd
     return replace(value, bounds=(0.0, math.inf), broken=False)
 
 
-@rule("aten.cumsum.default", "aten.cumprod.default", "aten.cummax.default", "aten.cummin.default", "aten.logcumsumexp.default")
+@rule(
+    "aten.cumsum.default",
+    "aten.cumprod.default",
+    "aten.cummax.default",
+    "aten.cummin.default",
+    "aten.logcumsumexp.default",
+)
 def running(flow: Flow, node: Node, a: Any, dim: int, **_: Any) -> Any:
     """Zero where all elements up to there are zero; a running extremum of one number is that number."""
     name = str(node.target)

@@ -108,7 +108,9 @@ def reciprocal_root(flow: Flow, node: Node, a: Any) -> Value:
     return pointwise(
         node,
         [x],
-        lambda p: Known(0 if p.value == math.inf else 1, p.needs) if p is not None and p.value in (1, math.inf) else None,
+        lambda p: (
+            Known(0 if p.value == math.inf else 1, p.needs) if p is not None and p.value in (1, math.inf) else None
+        ),
         bounds=(0.0, largest) if positive else ANY,
         notnan=x.notnan and x.bounds[0] >= 0,
         reach=_inverse_reach(flow, node, a, largest) if positive else None,

@@ -1,4 +1,4 @@
-"""Operators that combine all elements along dimensions. A sum of zeros is zero in any order; a mean of nothing is NaN."""
+"""Operators that combine the elements along dimensions. A sum of zeros is zero in any order; an empty mean is NaN."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def reduced(
         return Known(known.value, known.needs | needs) if known is not None and keep(known.value) else None
 
     facts = {key: known for key, before in read.facts.items() if (known := kept(before)) is not None}
-    return Value(
-        read.dims, dtype_of(node), kept(read.const), facts, bounds=ANY, broken=value.broken, rows=read.rows
-    )
+    return Value(read.dims, dtype_of(node), kept(read.const), facts, bounds=ANY, broken=value.broken, rows=read.rows)
 
 
 def reduced_places(dims: Dims, rank: int) -> set[int]:
@@ -193,7 +191,9 @@ def spread_and_mean(
 
 
 @rule("aten.linalg_vector_norm.default", "aten.norm.ScalarOpt_dim", "aten.norm.Scalar", "aten.norm.ScalarOpt_dim_dtype")
-def norm(flow: Flow, node: Node, a: Any, order: Any = 2, dim: Dims = None, keepdim: bool = False, **_: Any) -> Value | None:
+def norm(
+    flow: Flow, node: Node, a: Any, order: Any = 2, dim: Dims = None, keepdim: bool = False, **_: Any
+) -> Value | None:
     order = 2 if order is None else order
     if not isinstance(order, int | float) or order <= 0:
         return None

@@ -14,8 +14,8 @@ from gradprune.passes.flow import Flow, Node
 from gradprune.passes.intervals import ANY, MANY
 from gradprune.passes.registry import rule
 from gradprune.passes.rules.choice import picked_by_condition
-from gradprune.passes.rules.numbers import converted
 from gradprune.passes.rules.gathers import padded_right, same_positions
+from gradprune.passes.rules.numbers import converted
 from gradprune.passes.rules.slices import extent, mixed, shifted_into, slice_start
 from gradprune.passes.transfer import (
     also_reading,
@@ -106,9 +106,7 @@ def slice_scatter(
 
 
 @rule("aten.slice_backward.default")
-def slice_backward(
-    flow: Flow, node: Node, gradient: Any, _: Any, dim: int, start: Any, end: Any, step: int
-) -> Value:
+def slice_backward(flow: Flow, node: Node, gradient: Any, _: Any, dim: int, start: Any, end: Any, step: int) -> Value:
     return _with_slice(flow, node, zeros_like_node(flow, node), gradient, dim, start, end, step)
 
 
@@ -117,9 +115,7 @@ def zeros_like_node(flow: Flow, node: Node) -> Value:
     return replace(zero, dims=groups_of(shape_of(node)))
 
 
-def _with_slice(
-    flow: Flow, node: Node, value: Value, source: Any, dim: int, start: Any, end: Any, step: int
-) -> Value:
+def _with_slice(flow: Flow, node: Node, value: Value, source: Any, dim: int, start: Any, end: Any, step: int) -> Value:
     (written,) = operands(flow, dtype_of(node), source)
     place = axis(dim, len(value.dims))
     whole, part = extent(value.dims[place]), size_of(source.meta["val"].shape[place])
@@ -214,5 +210,3 @@ def masked_scatter_backward(flow: Flow, node: Node, gradient: Any, mask: Any, *_
     (written,) = operands(flow, dtype_of(node), gradient)
     zero = zeros_like_node(flow, node)
     return _replaced(flow, node, [(zero, {}), (written, forgotten(written.dims))], mask)
-
-

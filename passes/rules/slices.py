@@ -229,5 +229,3 @@ def triangle(flow: Flow, node: Node, a: Any, *_: Any) -> Value:
     const = value.const if value.is_zero() else None
     bounds = intervals.joined(value.bounds, (0.0, 0.0))
     return replace(value, const=const, facts=only_zeros(value.facts), bounds=bounds, broken=False)
-
-

@@ -1,4 +1,4 @@
-"""Elementwise functions of one operand, as a table: what they make of exact numbers, of bounds, and where NaN is born."""
+"""Elementwise functions of one operand, as a table: what they make of exact numbers and bounds, where NaN is born."""
 
 from __future__ import annotations
 

@@ -115,7 +115,9 @@ def view(flow: Flow, node: Node, a: Any, *_: Any) -> Value:
 
 def _regroup(atoms: list[Atom], shape: Sequence[Size]) -> tuple[list[Group], dict[Atom, Affine | None]] | None:
     """The atoms in order as dimensions of the given sizes, splitting an atom where needed; None if they do not fit."""
-    queue, splits, dims = list(atoms), {}, []
+    queue = list(atoms)
+    splits: dict[Atom, Affine | None] = {}
+    dims: list[Group] = []
     for size in shape:
         if isinstance(size, int) and size == 1:
             dims.append(())
@@ -162,7 +164,8 @@ def _split(splits: dict[Atom, Affine | None], atom: Atom, parts: Affine) -> None
 @rule("aten.flip.default")
 def flip(flow: Flow, node: Node, a: Any, dims: Sequence[int]) -> Value:
     value = flow.value(a)
-    groups, mapping = list(value.dims), {}
+    groups = list(value.dims)
+    mapping: dict[Atom, Affine | None] = {}
     for place in {axis(dim, len(groups)) for dim in dims}:
         group = groups[place]
         if len(group) == 1:
@@ -221,5 +224,3 @@ def repeat_interleave(flow: Flow, node: Node, a: Any, repeats: Any, *_: Any, **_
 @rule("aten.movedim.int", "aten.movedim.intlist")
 def movedim(flow: Flow, node: Node, a: Any, *_: Any) -> Value:
     return scattered(flow.value(a), node)
-
-
