@@ -21,6 +21,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradprune.flop_rules import count_operator, derive_backward
 from gradprune.flops import Phases
 
+MODE_SENSITIVE = ("MaskedFillBackward", "ProdBackward")
+"""Nodes whose formula torch changes, and rounds differently, while any dispatch mode is on; they contain no product."""
+
 Phase = Literal["forward", "backward", "compiled backward"]
 
 
@@ -133,6 +136,8 @@ def record_backward(tape: Tape, loss: torch.Tensor) -> None:
             continue
         seen.add(node)
         pending += [successor for successor, _ in node.next_functions]
+        if node.name().startswith(MODE_SENSITIVE):
+            continue
         span = _NodeSpan(marks, tape, compiled=node.name() == "CompiledFunctionBackward")
         node.register_prehook(span.enter)
         node.register_hook(span.leave)

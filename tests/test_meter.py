@@ -205,6 +205,24 @@ def test_double_backward_is_backward():
     assert grad.requires_grad
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.prod(1).sum() + x.prod(),
+        lambda x: (x.masked_fill(torch.eye(4, 5).bool(), x.sum()) * x).sum(),
+        lambda x: x.cumprod(1).norm(3) + x.std(1).sum() + x.logsumexp(1).sum(),
+        lambda x: torch.zeros(3, 5).index_add(0, torch.tensor([0, 1, 1, 2]), x).square().sum() + x[x > 0].sum(),
+    ],
+)
+def test_operators_that_torch_runs_otherwise_under_a_mode_keep_their_bits(function):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.randn(4, 5, requires_grad=True)
+        (expected,) = torch.autograd.grad(function(x), x)
+        loss = count_live(FlopMeter(), "k", lambda x=x: function(x))
+        assert_same(torch.autograd.grad(loss, x), [expected])
+
+
 class Explode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
