@@ -23,7 +23,6 @@ from gradprune.trace.admission import Admission
 from gradprune.trees import leaves
 from gradprune.watch import TapeWatch
 
-Call = Callable[[], Any]
 Inside = Callable[[], AbstractContextManager[Sequence[torch.Tensor]]]
 
 
@@ -35,16 +34,23 @@ def batch_leaves(batch: Any) -> dict[str, torch.Tensor]:
 class ObservedRun:
     """Runs live and records the calls outside the model, so that they can be compared with proofs, or proved."""
 
-    def __init__(self, model: torch.nn.Module, batch: Any) -> None:
-        parameters = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._recorder = Recorder(batch_leaves(batch), parameters)
-        self._boundary = Boundary(trainable_modules(model), self._recorder.paused, self._output)
+    def __init__(self, models: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Tensor]) -> None:
+        parameters = {
+            id(parameter): name
+            for prefix, model in models.items()
+            for name, parameter in model.named_parameters(prefix)
+        }
+        self._recorder = Recorder(named, parameters)
+        modules = [module for model in models.values() for module in trainable_modules(model)]
+        self._boundary = Boundary(list(dict.fromkeys(modules)), self._recorder.paused, self._output)
         self._returned: list[torch.Tensor] = []
-        self._buffers = [(buffer, buffer._version) for buffer in model.buffers()]
+        # By value: batch norm writes its statistics without a trace in the version counter.
+        self._buffers = [(buffer, buffer.clone()) for model in models.values() for buffer in model.buffers()]
 
-    def segment(self, call: Call) -> Any:
+    @contextmanager
+    def segment(self) -> Iterator[None]:
         with self._boundary.hooked(), self._recorder.observing():
-            return call()
+            yield
 
     def _output(self, name: str, output: Any) -> Any:
         with self._recorder.paused():
@@ -65,7 +71,7 @@ class ObservedRun:
     def proof(self, verdict: Verdict, tape: Tape, admission: Admission, loss: torch.Tensor) -> Proof:
         """A verdict on `tape`, with what a dead run needs to know of this run."""
         entries = self._boundary.entries
-        written = [buffer for buffer, version in self._buffers if buffer._version != version]
+        written = [buffer for buffer, before in self._buffers if not torch.equal(buffer, before)]
         return Proof(verdict, tape, admission, weak(entries), weak(reached_leaves(loss, entries)), weak(written))
 
 
@@ -80,9 +86,10 @@ class DeadRun:
         for name, tensor in named.items():
             self._watch.bind(name, tensor)
 
-    def segment(self, call: Call) -> Any:
+    @contextmanager
+    def segment(self) -> Iterator[None]:
         with self._boundary.hooked(), self._watch.observing():
-            return call()
+            yield
 
     def difference(self, loss: torch.Tensor) -> str | None:
         """None if the run was the one that was proved, else where it was not."""
@@ -138,15 +145,21 @@ class Rollback:
                 buffer.copy_(value)
 
 
-def family(model: torch.nn.Module, batch: Any, named: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+def family(
+    models: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Tensor], constants: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """What sets the programs of two microbatches apart before any of it runs: kinds of tensors, modes, constants."""
     kinds = tuple((name, tensor.dim(), tensor.dtype, tensor.device.type) for name, tensor in named.items())
-    constants = tuple(sorted(_constants(batch))) if isinstance(batch, Mapping) else ()
     autocast = tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-    return id(model), model.training, autocast, kinds, constants
+    modes = tuple((name, id(model), model.training) for name, model in models.items())
+    return modes, autocast, kinds, constants
 
 
-def _constants(batch: Mapping[Any, Any]) -> Iterator[tuple[str, str, Any]]:
-    for key, value in batch.items():
-        if isinstance(value, bool | int | float | str):
-            yield str(key), type(value).__name__, value
+def batch_constants(batch: Any) -> tuple[tuple[str, str, Any], ...]:
+    """The Python values in a batch that is a mapping, by name and type."""
+    items = batch.items() if isinstance(batch, Mapping) else ()
+    found = [(str(key), type(value).__name__, value) for key, value in items if isinstance(value, _CONSTANTS)]
+    return tuple(sorted(found))
+
+
+_CONSTANTS = (bool, int, float, str)

@@ -1,0 +1,313 @@
+"""What a compiled step and a compiled loop share: decide about a microbatch, run it that way, keep the books.
+
+run = pruner.start(microbatch)        live, observed or dead
+with run.segment():                   once or more, around all of the microbatch's own code
+    output = ...
+finished = run.finish(output)         the output for the caller; or a LiveRun, in which to run it once more
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradprune.dead import Delivery, largest
+from gradprune.errors import NoEffectWarning, PruneError, TraceError
+from gradprune.explanation import Decision, Explanation
+from gradprune.facts import Certificate, Dead, Hypothesis, Live, Reason, Refusal, Verdict
+from gradprune.flops import FlopReport
+from gradprune.frames import user_line
+from gradprune.guard import Guard, OnViolation, magnitude, watch_optimizers
+from gradprune.known import Known
+from gradprune.meter import FlopMeter
+from gradprune.proof import program_of, prove_program
+from gradprune.proofs import Proof, ProofBook
+from gradprune.runs import DeadRun, ObservedRun, Rollback, family
+from gradprune.schedule import Schedule
+from gradprune.trees import loss_of, map_tensors
+
+_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user asks for; see `gradprune.compile`. Raises PruneError for what makes no sense."""
+
+    hypothesis: Hypothesis
+    audit: float
+    on_violation: OnViolation
+    strict: bool
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.audit <= 1:
+            raise PruneError(f"audit is {self.audit}: pass a share between 0 and 1")
+        if self.on_violation not in ("poison", "raise"):
+            raise PruneError(f"on_violation is {self.on_violation!r}: pass 'poison' or 'raise'")
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch before it runs. models: by name (``""`` for the only one). named: its tensors by name."""
+
+    index: int
+    models: Mapping[str, torch.nn.Module]
+    known: Known
+    named: Mapping[str, torch.Tensor]
+    family: tuple[Any, ...]
+
+    @property
+    def about(self) -> str:
+        place = f" (planned as {self.known.plan.index})" if self.known.plan else ""
+        return f"microbatch {self.index}{place}"
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        return self.family, tuple(tensor.shape for tensor in self.named.values())
+
+    def tokens(self, factors: tuple[str, ...]) -> int:
+        if self.known.plan and self.known.plan.tokens:
+            return self.known.plan.tokens
+        wanted = {*factors, *(f"batch.{factor}" for factor in factors)}
+        return max((tensor.numel() for name, tensor in self.named.items() if name in wanted), default=0)
+
+
+class Pruner:
+    """Proofs, guard, FLOP account and decisions of one step or loop. name: for a reader. function: the user's code."""
+
+    def __init__(self, function: Callable[..., Any], name: str, policy: Policy, schedule: Schedule) -> None:
+        self.policy, self.schedule = policy, schedule
+        self.book = ProofBook(function)
+        self.guard = Guard(policy.on_violation, self._poison)
+        self.meter = FlopMeter()
+        self._name = name
+        self._decisions: deque[Decision] = deque(maxlen=_REMEMBERED)
+        self._calls = self._pruned = 0
+        self._warned = False
+        watch_optimizers()
+
+    def explain(self) -> Explanation:
+        return Explanation(self._name, tuple(self._decisions), tuple(self.book.verdicts()))
+
+    def report(self) -> FlopReport:
+        return self.meter.report()
+
+    # Deciding -----------------------------------------------------------------------------------------------------
+
+    def microbatch(
+        self,
+        models: Mapping[str, torch.nn.Module],
+        known: Known,
+        named: Mapping[str, torch.Tensor],
+        constants: tuple[Any, ...] = (),
+    ) -> Microbatch:
+        """The next microbatch. constants: Python values that are likely to choose another program."""
+        self._calls += 1
+        return Microbatch(self._calls - 1, models, known, named, family(models, named, constants))
+
+    def start(self, microbatch: Microbatch) -> LiveRun | WatchedRun | PrunedRun:
+        way = self._way(microbatch)
+        if isinstance(way, Live):
+            return LiveRun(self, microbatch, way)
+        if way is None or self.audited():
+            return WatchedRun(self, microbatch)
+        return PrunedRun(self, microbatch, way)
+
+    def _way(self, microbatch: Microbatch) -> Live | Proof | None:
+        """Live with its reason, a proof to run dead by, or None: observe it, then decide."""
+        if not microbatch.known.holds:
+            return Live(microbatch.known.reason)
+        if not torch.is_grad_enabled():
+            return Live("gradients are switched off")
+        objection = self.schedule.objection(microbatch.known.plan)
+        if objection is not None:
+            return Live(objection)
+        if (reason := self.schedule.refusal()) is not None:
+            self.refused(Refusal(self.policy.hypothesis, (), (reason,), self._name))
+            return Live(str(reason))
+        proof = self.book.expected(microbatch.family)
+        if proof is None and self.book.full():
+            return Live("the step computed too many different things to prove each")
+        if proof is not None and isinstance(proof.verdict, Refusal):
+            return Live(f"not proved: {proof.verdict.reasons[0]}")
+        return proof
+
+    def audited(self) -> bool:
+        """Whether the coming dead microbatch is one of those whose backward is run all the same."""
+        count = self._pruned
+        return int(-(-(count + 1) * self.policy.audit // 1)) > int(-(-count * self.policy.audit // 1))
+
+    def prove(self, microbatch: Microbatch, run: ObservedRun, loss: torch.Tensor) -> Proof | Refusal:
+        """The proof of what `run` computed, known or new; a Refusal where it cannot be put to the proof."""
+        try:
+            tape, tensors = run.tape(loss)
+        except TraceError as error:
+            where: Any = error.where
+            return Refusal(self.policy.hypothesis, (), (Reason("untraceable", str(error), where),), self._name)
+        program = (microbatch.family, tape.content())
+        shapes = {leaf.name: tensor.shape for leaf, tensor in zip(tape.leaves, tensors)}
+        proof = self.book.known(program, shapes)
+        if proof is None:
+            verdict, admission = prove_program(program_of(tape, tensors, self._name), self.policy.hypothesis)
+            proof = run.proof(verdict, tape, admission, loss)
+        self.book.saw(microbatch.family, program, proof)
+        return proof
+
+    def refused(self, refusal: Refusal) -> None:
+        """Warn of the first refusal, as long as nothing was proved. Raises PruneError for any if strict."""
+        if self.policy.strict:
+            raise PruneError(f"strict: {refusal}")
+        proved = any(isinstance(verdict, Certificate) for verdict in self.book.verdicts())
+        if not self._warned and not proved:
+            self._warned = True
+            place = user_line()
+            warnings.warn_explicit(
+                f"{self._name} runs live: {refusal}",
+                NoEffectWarning,
+                place.file if place else __file__,
+                place.line if place else 1,
+            )
+
+    # Accounting ---------------------------------------------------------------------------------------------------
+
+    def delivery(self, microbatch: Microbatch, proof: Proof) -> Delivery:
+        delivery = Delivery(proof.parameters(), functools.partial(self.guard.note, "boundary", microbatch.about))
+        residue = microbatch.known.residue()
+        if residue is not None:
+            self.guard.note("stale", microbatch.about, residue)
+            delivery.see(residue)
+        return delivery
+
+    def note(self, microbatch: Microbatch, outcome: Live | Dead, audited: bool = False) -> None:
+        self._decisions.append(Decision(microbatch.index, outcome))
+        tokens = microbatch.tokens(self.policy.hypothesis.factors)
+        if outcome:
+            self.meter.live(microbatch.shapes, tokens)
+            return
+        self._pruned += 1
+        plan = microbatch.known.plan
+        self.meter.dead(microbatch.shapes, tokens, backward=audited, filler=bool(plan and plan.filler))
+
+    def _poison(self) -> None:
+        for proof in self.book.proofs():
+            for parameter in proof.parameters():
+                gradient = getattr(parameter, "main_grad", None)
+                gradient = parameter.grad if gradient is None else gradient
+                if gradient is not None:
+                    gradient.fill_(float("nan"))
+
+
+class _Counting:
+    """Counts the FLOPs of a microbatch's first segment, if the meter wants them."""
+
+    def __init__(self, meter: FlopMeter, microbatch: Microbatch, dead: bool) -> None:
+        self._meter, self._key, self._dead = meter, microbatch.shapes, dead
+        self._begun = False
+        self.counted = False
+
+    @contextmanager
+    def segment(self) -> Iterator[None]:
+        self.counted = self.counted or (not self._begun and self._meter.wants(self._key, self._dead))
+        first, self._begun = not self._begun, True
+        if not (first and self.counted):
+            yield
+            return
+        with self._meter.counting_forward(self._key, self._dead):
+            yield
+
+
+class LiveRun:
+    """The microbatch as if nothing were wrapped."""
+
+    def __init__(self, pruner: Pruner, microbatch: Microbatch, why: Live, counting: _Counting | None = None) -> None:
+        self._pruner, self._microbatch, self._why = pruner, microbatch, why
+        self._counting = counting or _Counting(pruner.meter, microbatch, dead=False)
+
+    def segment(self) -> AbstractContextManager[None]:
+        return self._counting.segment()
+
+    def finish(self, output: Any) -> Any:
+        if self._counting.counted:
+            self._pruner.meter.count_backward(self._microbatch.shapes, loss_of(output))
+        self._pruner.note(self._microbatch, self._why)
+        return output
+
+
+class WatchedRun:
+    """A live run that is recorded; where it proves dead, its output is cut off from its graph."""
+
+    def __init__(self, pruner: Pruner, microbatch: Microbatch) -> None:
+        self._pruner, self._microbatch = pruner, microbatch
+        self._observed = ObservedRun(microbatch.models, microbatch.named)
+        self._counting = _Counting(pruner.meter, microbatch, dead=False)
+
+    @contextmanager
+    def segment(self) -> Iterator[None]:
+        with self._counting.segment(), self._observed.segment():
+            yield
+
+    def finish(self, output: Any) -> Any:
+        pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
+        proof = pruner.prove(microbatch, self._observed, loss)
+        if isinstance(proof, Refusal) or isinstance(proof.verdict, Refusal):
+            return self._refuse(output, proof if isinstance(proof, Refusal) else proof.verdict)
+        audited = pruner.audited()
+        boundary = self._observed.boundary()
+        delivery = pruner.delivery(microbatch, proof)
+        asked = [*boundary, *(proof.parameters() if audited else ())]
+        gradients = torch.autograd.grad(loss, asked, allow_unused=True)
+        sizes = [torch.zeros(()) if gradient is None else magnitude(gradient) for gradient in gradients]
+        for size in sizes[: len(boundary)]:
+            delivery.see(size)
+        if audited:
+            pruner.guard.note("audit", microbatch.about, largest(sizes))
+        pruner.note(microbatch, Dead(microbatch.known.reason), audited=audited)
+        return replaced(output, loss, delivery.detached(loss))
+
+    def _refuse(self, output: Any, refusal: Verdict) -> Any:
+        assert isinstance(refusal, Refusal)
+        self._pruner.refused(refusal)
+        why = Live(f"not proved: {refusal.reasons[0]}")
+        return LiveRun(self._pruner, self._microbatch, why, self._counting).finish(output)
+
+
+class PrunedRun:
+    """A run without a graph, which counts only if it made the calls that were proved."""
+
+    def __init__(self, pruner: Pruner, microbatch: Microbatch, proof: Proof) -> None:
+        self._pruner, self._microbatch = pruner, microbatch
+        self._delivery = pruner.delivery(microbatch, proof)
+        self._rollback = Rollback(proof.written_buffers(), {tensor.device for tensor in microbatch.named.values()})
+        first = next(iter(microbatch.models.values()))
+        inside = functools.partial(pruner.schedule.dead_forward, first)
+        self._dead = DeadRun(proof, microbatch.named, self._delivery, inside)
+        self._counting = _Counting(pruner.meter, microbatch, dead=True)
+
+    @contextmanager
+    def segment(self) -> Iterator[None]:
+        with self._counting.segment(), self._dead.segment():
+            yield
+
+    def finish(self, output: Any) -> Any:
+        """The output for the caller; a LiveRun if this was another program: random state and buffers are as before."""
+        loss = loss_of(output)
+        difference = self._dead.difference(loss)
+        if difference is not None:
+            self._pruner.book.doubt(self._microbatch.family)
+            self._rollback.restore()
+            why = Live(f"the step does something else than what was proved: {difference}")
+            return LiveRun(self._pruner, self._microbatch, why)
+        self._pruner.note(self._microbatch, Dead(self._microbatch.known.reason))
+        if loss.requires_grad:
+            return output
+        return replaced(output, loss, self._delivery.detached(loss))
+
+
+def replaced(output: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    return map_tensors(output, lambda tensor: new if tensor is old else tensor)
