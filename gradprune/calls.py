@@ -104,7 +104,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: tuple[Any, ...]) -> Iterator[Any]:
+def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: tuple[Any, ...] = ()) -> Iterator[Any]:
     """What a call is given, in the order of `joint.Call.operands`; containers and keywords leave a marker."""
     yield from mode
     for arg in args:

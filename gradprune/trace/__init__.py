@@ -23,11 +23,12 @@ from gradprune.errors import PruneError, TraceError
 from gradprune.facts import SourceLine
 from gradprune.frames import is_user_file, source_line
 from gradprune.joint import JointGraph
-from gradprune.trace.capture import LineTracer, TraceMode, capturing
-from gradprune.trace.graphs import drop_unread, mark_constants, read_originals
+from gradprune.trace.capture import TraceMode
+from gradprune.trace.graphs import drop_unread, read_originals
 from gradprune.trace.shapes import BranchingShapeEnv, Sizes, symbolic_dims
-from gradprune.trace.standins import NeedsSymbolicBuiltins, standing_in, symbolic_builtins
-from gradprune.trace.unknown import Stopped
+from gradprune.trace.standins import standing_in, symbolic_builtins
+from gradprune.trace.tracer import LineTracer, capturing
+from gradprune.trace.unknown import NeedsSymbolicBuiltins, Stopped
 from gradprune.trees import leaves, loss_of, map_tensors
 
 __all__ = ["trace_joint"]
@@ -100,14 +101,14 @@ def _explore(program: Program, max_paths: int, *, symbolic: bool) -> tuple[Joint
     while True:
         try:
             with symbolic_builtins(modules):
-                return _explore_paths(program, max_paths, frozenset(map(id, modules)), symbolic=symbolic)
+                return _explore_paths(program, max_paths, symbolic=symbolic)
         except NeedsSymbolicBuiltins as found:
+            if any(found.module is module for module in modules):
+                raise found.error from found
             modules.append(found.module)
 
 
-def _explore_paths(
-    program: Program, max_paths: int, symbolic_modules: frozenset[int], *, symbolic: bool
-) -> tuple[JointGraph, ...]:
+def _explore_paths(program: Program, max_paths: int, *, symbolic: bool) -> tuple[JointGraph, ...]:
     pending: list[tuple[bool, ...]] = [()]
     done: list[JointGraph] = []
     raises: list[tuple[Any, ...]] = []
@@ -115,7 +116,7 @@ def _explore_paths(
     while pending:
         script = pending.pop()
         tried += 1
-        shape_env = BranchingShapeEnv(script, symbolic_modules)
+        shape_env = BranchingShapeEnv(script)
         path = _trace_path(program, shape_env, symbolic=symbolic)
         decisions = shape_env.decisions
         if tried == max_paths and (pending or len(decisions) > len(script)):
@@ -227,7 +228,8 @@ def _finish(
     output: Any = tracer.create_node("output", "output", (outputs,), {})
     read_originals(tracer.graph)
     drop_unread(tracer.graph)
-    mark_constants(tracer.graph)
+    mode.lift_arrays()
+    drop_unread(tracer.graph)
     return JointGraph(
         graph_module=torch.fx.GraphModule(tracer.root, tracer.graph),
         inputs=tuple(mode.inputs),

@@ -1,105 +1,46 @@
-"""One run of a program on fake tensors, written down as a joint forward-and-backward graph."""
+"""One run of a program on fake tensors: who its inputs are, what it calls, which line made which node."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from types import FrameType
 from typing import Any, Literal
 
 import torch
 import torch.fx
-from torch._decomp import core_aten_decompositions
-from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
+    FakeTensor,
     UnsupportedOperatorException,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import (
-    ProxyTorchDispatchMode,
-    PythonKeyTracer,
-    disable_autocast_cache,
-    get_proxy_slot,
-    track_tensor_tree,
-)
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradprune.calls import READS, CallRecorder, current_line, function_name, is_computation, tensors_in
+from gradprune.calls import READS, CallRecorder, current_line, flatten, function_name, is_computation, tensors_in
 from gradprune.errors import TraceError
 from gradprune.facts import SourceLine
 from gradprune.joint import Call, CallStream, Layout, TracedInput
 from gradprune.trace.shapes import BranchingShapeEnv, Sizes, data_sizes, layout_of
 from gradprune.trace.standins import SYMBOLIC
-from gradprune.trace.unknown import Stopped, Unknown, first_unknown
+from gradprune.trace.tracer import LineTracer
+from gradprune.trace.unknown import LazyList, Stopped, Unknown, filled, first_unknown
 
-# Which operators reach the analysis: with these, the fewest do.
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
+# Python code that runs below the torch function mode: what it calls is not a call of the program.
+_DISPATCH = os.path.dirname(torch._subclasses.__file__) + os.sep
 
 Role = Literal["wrt", "input", "state", "tangent"]
 
 _TEXT = frozenset(("__repr__", "__format__", "__str__"))
 _LEAVES_TORCH = frozenset(("numpy", "__array__", "__dlpack__", "data_ptr"))
 _NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-
-
-class LineTracer(PythonKeyTracer):
-    """An fx tracer that puts the current call and its line on each node it makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.root = torch.nn.Module()
-        self.graph = torch.fx.Graph(tracer_cls=type(self))
-        self.tensor_attrs: dict[Any, str] = {}
-        self.call: int | None = None
-        self.where: SourceLine | None = None
-        self._last_placeholder: torch.fx.Node | None = None
-
-    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        node = super().create_node(*args, **kwargs)
-        node.meta["where"] = self.where
-        if self.call is not None:
-            node.meta["call"] = self.call
-        return node
-
-    def placeholder(self, fake: torch.Tensor, name: str) -> torch.fx.Node:
-        """A new input of the graph, after the other inputs, before every operator, for `fake`."""
-        anchor, first = self._last_placeholder, next(iter(self.graph.nodes), None)
-        place: Any = contextlib.nullcontext()
-        if anchor is not None:
-            place = self.graph.inserting_after(anchor)
-        elif first is not None:
-            place = self.graph.inserting_before(first)
-        with place:
-            proxy = self.create_proxy("placeholder", re.sub(r"\W+", "_", name).strip("_"), (), {})
-        track_tensor_tree(fake, proxy, constant=None, tracer=self)
-        self._last_placeholder = proxy.node
-        return proxy.node
-
-    def node_of(self, tensor: torch.Tensor) -> Any:
-        """The node that computed `tensor`."""
-        torch._sync(tensor)
-        inner = torch._from_functional_tensor(tensor.elem)  # type: ignore[attr-defined]
-        slot = get_proxy_slot(inner, self, None)
-        return slot.proxy.node if slot is not None else self.create_arg(inner)
-
-
-@contextlib.contextmanager
-def capturing(tracer: LineTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Everything dispatched inside is functionalised, decomposed and written to the tracer's graph."""
-    with (
-        torch.autograd.set_multithreading_enabled(False),
-        fake_mode,
-        enable_python_dispatcher(),
-        disable_autocast_cache(),
-        ProxyTorchDispatchMode(tracer, "symbolic", decomposition_table=DECOMPOSITIONS),
-        FunctionalTensorMode(_allow_token_discovery=True),
-    ):
-        yield
 
 
 class TraceMode(CallRecorder):
@@ -119,6 +60,7 @@ class TraceMode(CallRecorder):
         self._names: dict[int, str] = {}
         self._lifted: list[tuple[torch.Tensor, str, SourceLine | None]] = []
         self._layouts: dict[str, Layout] = {}
+        self._lifted_layouts: dict[int, Layout] = {}
         self._others: dict[int, Layout] = {}
         self._reads: dict[str, tuple[int, int]] = {}
         self._outside: set[Any] = set()
@@ -146,8 +88,11 @@ class TraceMode(CallRecorder):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _is_dispatch(sys._getframe(1)) or any(map(_is_below, tensors_in((args, kwargs)))):
+            return func(*args, **kwargs)  # a piece of torch at work, not a call of the program
         name = getattr(func, "__name__", "")
         where = current_line()
+        args, kwargs = filled(args), filled(kwargs)
         unknown = first_unknown((args, kwargs))
         if unknown is not None:
             return self._unknown_call(func, name, args, kwargs, unknown)
@@ -167,17 +112,16 @@ class TraceMode(CallRecorder):
     def _call(self, func: Any, name: str, args: Any, kwargs: Any, where: SourceLine | None) -> Any:
         operands = self.operands(args, kwargs)
         symbols = len(self._shape_env.unbacked)
-        with self._attributed(where):
+        with self._attributed(where, is_python=not any(map(_is_array, flatten(args, kwargs)))):
             try:
-                result = self._constant(_stand_in(func, name)(*args, **kwargs))
+                result = self._stand_in(func, name, where)(*args, **kwargs)
             except _NEEDS_DATA as error:
                 return self._needs_data(func, name, args, kwargs, where, error)
             except Exception as error:
                 self._caught.append((error, where))
                 raise
         if func in READS:
-            number = self.numbers.of(args[0])[0]
-            self._reads |= {symbol: (number, i) for i, symbol in enumerate(self._shape_env.unbacked[symbols:])}
+            self._note_reads(self.numbers.of(args[0])[0], symbols)
         if mutates(name, kwargs):
             self._mutates |= any(_storage(tensor) in self._outside for tensor in tensors_in((args[:1], kwargs)))
         self.record(func, operands, where, result)
@@ -207,33 +151,30 @@ class TraceMode(CallRecorder):
     def operand(self, value: Any) -> tuple[Any, ...]:
         if isinstance(value, torch.Tensor):
             number = self.numbers.of(value)[0]
-            if number not in self._others and id(value) in self._layouts_of_lifted:
-                self._others[number] = self._layouts_of_lifted[id(value)]
+            layout = self._lifted_layouts.get(id(value))
+            if layout is not None:
+                self._others.setdefault(number, layout)
             return ("tensor", number)
         if isinstance(value, SYMBOLIC):
             return ("data" if free_unbacked_symbols(value) else "size", value.node.expr)
         return ("value", value)
 
-    @property
-    def _layouts_of_lifted(self) -> dict[int, Layout]:
-        return {id(fake): self._layouts[name] for fake, name, _ in self._lifted}
-
     @contextlib.contextmanager
-    def _attributed(self, where: SourceLine | None) -> Iterator[None]:
+    def _attributed(self, where: SourceLine | None, *, is_python: bool) -> Iterator[None]:
         """Nodes made inside, and their backward, belong to the next call, made at `where`."""
         tracer = self._tracer
-        before = tracer.call, tracer.where
-        tracer.call, tracer.where = len(self.calls), where
+        before = tracer.call, tracer.where, tracer.is_python
+        tracer.call, tracer.where, tracer.is_python = len(self.calls), where, is_python
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._started.append(len(self.calls))
         try:
             yield
         finally:
-            tracer.call, tracer.where = before
+            tracer.call, tracer.where, tracer.is_python = before
 
     def _swap(self, value: Any, where: SourceLine | None) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if isinstance(value, FunctionalTensor) else self._swap_tensor(value, where)
+            return value if _is_ours(value) else self._swap_tensor(value, where)
         if type(value) in (list, tuple) and value:
             return type(value)(self._swap(item, where) for item in value)
         if type(value) is dict and value:
@@ -249,14 +190,32 @@ class TraceMode(CallRecorder):
         if tensor.requires_grad:
             fake.requires_grad_()
         self._lifted.append((fake, name, where))
+        self._lifted_layouts[id(fake)] = replace(self._layouts[name], requires_grad=tensor.requires_grad)
         self.adopt(tensor, fake)
         return fake
 
-    def _constant(self, result: Any) -> Any:
-        """A tensor made from Python data by a function that the fake mode does not see becomes a constant."""
-        if isinstance(result, torch.Tensor) and not isinstance(result, FunctionalTensor):
-            return torch.ops.aten.lift_fresh.default(result)
-        return result
+    def _stand_in(self, func: Any, name: str, where: SourceLine | None) -> Any:
+        if name == "tolist":
+            return lambda tensor: self._values(tensor, where)
+        return _STAND_INS.get(name, func)
+
+    def _values(self, tensor: torch.Tensor, where: SourceLine | None) -> Any:
+        if not any(free_symbols(size) for size in tensor.shape):
+            return _as_list(tensor)
+        number = self.numbers.of(tensor)[0]
+
+        def fill() -> list[Any]:
+            first = len(self._shape_env.unbacked)
+            with self.paused():
+                values = _as_list(tensor)
+            self._note_reads(number, first)
+            return values
+
+        return LazyList(fill, where)
+
+    def _note_reads(self, number: int, first: int) -> None:
+        """Notes that the symbols made since there were `first` of them are the values of a tensor, in order."""
+        self._reads |= {symbol: (number, i) for i, symbol in enumerate(self._shape_env.unbacked[first:])}
 
     def _unknown_call(self, func: Any, name: str, args: Any, kwargs: Any, unknown: Unknown) -> Unknown:
         if mutates(name, kwargs) and not isinstance(args[0], Unknown):
@@ -273,6 +232,15 @@ class TraceMode(CallRecorder):
             raise Stopped(TraceError(f"{function_name(func)} cannot be traced: {error}", where)) from error
         self.matchable = False
         return Unknown(f"the result of {function_name(func)}", where)
+
+    def lift_arrays(self) -> None:
+        """Makes inputs of the tensors that the program made from arrays: what an array holds is not its code."""
+        for node in list(self._tracer.graph.nodes):
+            if node.op == "get_attr" and not node.meta["constant"] and node.users:
+                name = f"array{sum(item.name.startswith('array') for item in self.inputs)}"
+                placeholder = self._tracer.placeholder(node.meta["val"], name)
+                self.inputs.append(TracedInput(name, "state", placeholder))
+                node.replace_all_uses_with(placeholder)
 
     def finish_forward(self) -> None:
         """Raises TraceError if the program caught an error that it may not meet on real tensors."""
@@ -333,6 +301,10 @@ def _storage(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def _as_list(tensor: torch.Tensor) -> Any:
+    return [_as_list(item) for item in tensor.unbind()] if tensor.dim() else tensor.item()
+
+
 def mutates(name: str, kwargs: Any) -> bool:
     """Whether a torch function of this name writes to what it is given."""
     if "out" in kwargs or name in ("__setitem__", "__set__") or re.fullmatch(r"__i[a-z]+__", name):
@@ -340,9 +312,33 @@ def mutates(name: str, kwargs: Any) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
+def _is_dispatch(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_DISPATCH)
+
+
+def _is_below(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one that only torch's own code handles during a trace."""
+    return isinstance(tensor, FakeTensor) or torch._is_functional_tensor(tensor)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array_interface__") and not isinstance(value, torch.Tensor)
+
+
+def _is_ours(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FunctionalTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool((a == b).all())
 
 
-def _stand_in(func: Any, name: str) -> Any:
-    return _equal if name == "equal" else func
+def _all_close(*args: Any, **kwargs: Any) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all())
+
+
+def _deep_copy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+_STAND_INS = {"equal": _equal, "allclose": _all_close, "__deepcopy__": _deep_copy}

@@ -27,10 +27,3 @@ def drop_unread(graph: torch.fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and node.op not in ("placeholder", "output"):
             graph.erase_node(node)
-
-
-def mark_constants(graph: torch.fx.Graph) -> None:
-    """Puts ``meta["constant"]`` on tensors that the program made from Python values."""
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            node.meta["constant"] = True

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import sympy
 import torch
@@ -26,10 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradprune.calls import current_line
 from gradprune.errors import TraceError
 from gradprune.facts import SourceLine
-from gradprune.frames import is_user_file
 from gradprune.joint import Layout
-from gradprune.trace.standins import NeedsSymbolicBuiltins
-from gradprune.trace.unknown import Stopped
+from gradprune.trace.unknown import refuse_number
 
 
 @dataclass(frozen=True)
@@ -51,16 +47,14 @@ class BranchingShapeEnv(ShapeEnv):
     """A ShapeEnv that answers what only data can answer from a script, and notes the decisions taken.
 
     script: the answers of this path, in the order of the questions; every further question is answered True.
-    symbolic_modules: the ids of the globals in which numbers are kept symbolic.
     """
 
-    def __init__(self, script: Sequence[bool], symbolic_modules: Container[int] = ()) -> None:
+    def __init__(self, script: Sequence[bool]) -> None:
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, duck_shape=False)
         self.decisions: list[Decision] = []
         self.assumptions: dict[sympy.Basic, bool] = {}
         self.unbacked: list[str] = []
         self._script = tuple(script)
-        self._symbolic_modules = symbolic_modules
         self._answers: dict[sympy.Basic, bool] = {}
 
     def evaluate_expr(
@@ -107,12 +101,9 @@ class BranchingShapeEnv(ShapeEnv):
         elif isinstance(question, Relational) and all(symbol.is_integer for symbol in question.free_symbols):
             self.guard_or_defer_runtime_assert(question if answer else sympy.Not(question), "decision of this path")
 
-    def _refuse(self, expr: sympy.Basic) -> NoReturn:
-        frame = user_frame(sys._getframe(1))
-        if frame is not None and id(frame.f_globals) not in self._symbolic_modules:
-            raise NeedsSymbolicBuiltins(frame.f_globals)
+    def _refuse(self, expr: sympy.Basic) -> None:
         message = f"the program needs the value of {expr}, which only data can tell, as a Python number"
-        raise Stopped(TraceError(message, current_line()))
+        refuse_number(TraceError(message, current_line()))
 
     def create_unbacked_symint(self, *args: Any, **kwargs: Any) -> Any:
         return self._created(super().create_unbacked_symint(*args, **kwargs))
@@ -178,13 +169,6 @@ class Sizes:
                 made[dim] = self._symbol(strides[dim], f"{name}.stride({dim})")
             expected, expected_symbol = strides[dim] * sizes[dim], made[dim] * symbols[dim]
         return made
-
-
-def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of user code at or above `frame`."""
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
 
 
 def layout_of(name: str, tensor: torch.Tensor, *, requires_grad: bool) -> Layout:

@@ -20,18 +20,12 @@ import numpy as np
 import torch
 import torch._functorch.utils
 import torch.utils.checkpoint
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import BackwardCFunction
 
+from gradprune.trace.unknown import Unknown, first_unknown
+
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-class NeedsSymbolicBuiltins(BaseException):
-    """The module with these globals turns a symbolic number into a Python one. Not an Exception: no user code may
-    catch it."""
-
-    def __init__(self, module: dict[str, Any]) -> None:
-        super().__init__(module.get("__name__"))
-        self.module = module
 
 
 class _NumberType(type):
@@ -47,6 +41,8 @@ class _NumberType(type):
             value = value.item()
         if isinstance(value, SYMBOLIC):
             return cls.convert(value)
+        if isinstance(value, Unknown):
+            return value
         return cls.builtin(*((value,) if isinstance(value, (int, float)) else args), **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -84,6 +80,9 @@ def _math_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of `math` that gives a new unknown number for a symbolic one."""
 
     def call(*args: Any) -> Any:
+        unknown = first_unknown(args)
+        if unknown is not None:
+            return unknown
         symbol = next((arg for arg in args if isinstance(arg, SYMBOLIC)), None)
         if symbol is None or function in (math.floor, math.ceil, math.trunc):
             return function(*args)
@@ -146,7 +145,19 @@ def _checkpoint_generator(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def _formatted(value: Any, spec: str) -> str:
-    return f"<{value}>"
+    return f"<{value!s}>"
+
+
+# Methods that FunctionalTensor replaces for the sake of export: the calls seen must be those of the program.
+_OWN_METHODS = "tolist to cuda cpu char bfloat16 byte double float bool half int long to_dense __bool__".split()
+
+
+def _unscripted(scripted: Callable[..., Any]) -> Callable[..., Any]:
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        source = getattr(function, "_torchdynamo_inline", None)
+        return scripted(function, *args, **kwargs) if source is None else source(*args, **kwargs)
+
+    return call
 
 
 class _Observer(Protocol):
@@ -157,7 +168,7 @@ class _Observer(Protocol):
 
 @contextlib.contextmanager
 def standing_in(observer: _Observer) -> Iterator[None]:
-    """Compiled functions run uncompiled, checkpoints do not recompute, symbolic numbers can be formatted.
+    """Compiled and scripted functions run as Python, checkpoints do not recompute, symbols can be formatted.
 
     `observer` sees, and may replace, the arguments of each ``autograd.Function``, and calls their backwards.
     """
@@ -171,6 +182,8 @@ def standing_in(observer: _Observer) -> Iterator[None]:
             (torch.utils.checkpoint, "CheckpointFunction", _Checkpoint),
             (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_generator),
             (BackwardCFunction, "apply", backward),
+            (torch.jit.ScriptFunction, "__call__", _unscripted(torch.jit.ScriptFunction.__call__)),
+            *((FunctionalTensor, name, getattr(torch.Tensor, name)) for name in _OWN_METHODS),
             *((symbol, "__format__", _formatted) for symbol in SYMBOLIC),
         ):
             stack.enter_context(_patched(owner, name, value))

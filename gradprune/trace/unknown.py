@@ -5,10 +5,14 @@ Whatever is computed from it is unknown as well; asking what it is, to branch or
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from gradprune.errors import TraceError
 from gradprune.facts import SourceLine
+from gradprune.frames import is_user_file
 
 
 class Stopped(BaseException):
@@ -19,6 +23,27 @@ class Stopped(BaseException):
         self.error = error
 
 
+class NeedsSymbolicBuiltins(BaseException):
+    """The module with these globals turns a symbolic number into a Python one. Not an Exception: see `Stopped`."""
+
+    def __init__(self, module: dict[str, Any], error: TraceError) -> None:
+        super().__init__(module.get("__name__"))
+        self.module, self.error = module, error
+
+
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of user code at or above `frame`."""
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def refuse_number(error: TraceError) -> None:
+    """Stops because a number that a trace does not know is needed, unless its module can be made to do without."""
+    frame = user_frame(sys._getframe(1))
+    raise Stopped(error) if frame is None else NeedsSymbolicBuiltins(frame.f_globals, error)
+
+
 class Unknown:
     """A value of which nothing is known. `made` says what it was, for the message that stops a trace."""
 
@@ -27,8 +52,14 @@ class Unknown:
         object.__setattr__(self, "where", where)
 
     def refuse(self, *_: Any, **__: Any) -> Any:
+        raise Stopped(self._error())
+
+    def _number(self) -> Any:
+        refuse_number(self._error())
+
+    def _error(self) -> TraceError:
         message = f"the program depends on the value of {self.made}, which a trace does not know"
-        raise Stopped(TraceError(message, self.where))
+        return TraceError(message, self.where)
 
     def _same(self, *_: Any, **__: Any) -> Unknown:
         return self
@@ -60,8 +91,42 @@ class Unknown:
     __neg__ = __pos__ = __abs__ = __invert__ = __round__ = __floor__ = __ceil__ = __trunc__ = _same
     __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _same
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _same  # type: ignore[assignment]
-    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __contains__ = __array__ = refuse
+    __int__ = __float__ = _number
+    __bool__ = __index__ = __len__ = __iter__ = __contains__ = __array__ = refuse
     __hash__ = object.__hash__
+
+
+class LazyList(Unknown):
+    """The list of a tensor's values whose sizes are symbols: counting or reading them makes the sizes constants."""
+
+    def __init__(self, fill: Callable[[], list[Any]], where: SourceLine | None) -> None:
+        super().__init__("a tensor's values as a list", where)
+        object.__setattr__(self, "fill", fill)
+        object.__setattr__(self, "values", None)
+
+    def _filled(self) -> list[Any]:
+        if self.values is None:
+            object.__setattr__(self, "values", self.fill())
+        values: Any = self.values
+        return values
+
+    def __iter__(self) -> Any:
+        return iter(self._filled())
+
+    def __len__(self) -> int:
+        return len(self._filled())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._filled()[index]
+
+
+def filled(value: Any) -> Any:
+    """`value` with each LazyList in nested lists and tuples replaced by the list itself."""
+    if isinstance(value, LazyList):
+        return value._filled()
+    if type(value) in (list, tuple):
+        return type(value)(filled(item) for item in value)
+    return value
 
 
 def first_unknown(value: Any) -> Unknown | None:
