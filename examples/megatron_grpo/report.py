@@ -42,21 +42,20 @@ class Update:
 
 
 def show_updates(console: Console, updates: Sequence[Update]) -> None:
+    """A row an update: groups all right, all wrong and mixed; dead microbatches and their share of the tokens."""
     table = Table(title="GRPO updates, each run in two arms from the same state", title_justify="left", box=SIMPLE)
-    headings = ("", "reward", "right", "wrong", "mixed", "dead", "tokens", "unpruned", "pruned", "saved")
+    headings = ("", "reward", "right/wrong/mixed", "dead", "tokens", "full s", "pruned s", "saved")
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for number, update in enumerate(updates, 1):
         table.add_row(
             str(number),
             f"{update.reward:.3f}",
-            str(update.all_right),
-            str(update.all_wrong),
-            str(update.mixed),
+            f"{update.all_right}/{update.all_wrong}/{update.mixed}",
             f"{update.dead_microbatches}/{update.microbatches}",
             f"{update.dead_tokens / update.tokens:.0%}",
-            f"{update.seconds_unpruned:.2f} s",
-            f"{update.seconds_pruned:.2f} s",
+            f"{update.seconds_unpruned:.2f}",
+            f"{update.seconds_pruned:.2f}",
             f"{update.saved:.0%}",
         )
     console.print(table)
@@ -82,10 +81,12 @@ def show_totals(console: Console, updates: Sequence[Update], flops: gradprune.Fl
     console.print(table)
 
 
-def write_record(path: Path, updates: Sequence[Update], flops: gradprune.FlopReport, verdict: str) -> None:
+def write_record(
+    path: Path, updates: Sequence[Update], flops: gradprune.FlopReport, certificates: Sequence[str]
+) -> None:
     record = {
         "bit_equal": True,
-        "certificate": verdict,
+        "certificates": list(certificates),
         "flops": flops.to_json(),
         "updates": [asdict(update) for update in updates],
     }

@@ -21,7 +21,7 @@ from rich.progress import Progress
 import gradprune
 
 SEED = 1
-WARM_UP, WARM_UP_ROWS, WARM_UP_RATE = 200, 64, 1e-3
+WARM_UP, WARM_UP_ROWS, WARM_UP_RATE = 160, 48, 1e-3
 UPDATES, GROUPS, GROUP_SIZE, RATE = 24, 32, 8, 2e-4
 HIDDEN, LAYERS = 256, 2
 OUT = Path("out")
@@ -63,12 +63,13 @@ def train(console: Console) -> int:
                 console.print(f"[red]update {number + 1} is not bit-equal: {len(unequal)} differ, first {unequal[0]}")
                 return 1
             progress.update(bar, advance=1, description=f"GRPO, reward {demo.updates[-1].reward:.2f}")
-    flops, explanation = pruned_step.report(), str(pruned_step.explain())
-    console.print(explanation, markup=False)
+    flops = pruned_step.report()
+    verdicts = [str(verdict) for verdict in pruned_step.explain().verdicts]
+    console.print(*verdicts, sep="\n", markup=False, highlight=False, soft_wrap=True)
     report.show_updates(console, demo.updates)
     report.show_totals(console, demo.updates, flops, demo.compared)
     OUT.mkdir(exist_ok=True)
-    report.write_record(OUT / "megatron_grpo.json", demo.updates, flops, explanation)
+    report.write_record(OUT / "megatron_grpo.json", demo.updates, flops, verdicts)
     report.draw_picture(OUT / "megatron_grpo.png", demo.updates)
     console.print(f"wrote {OUT / 'megatron_grpo.json'} and {OUT / 'megatron_grpo.png'}")
     return 0
