@@ -42,7 +42,7 @@ class ObservedRun:
         }
         self._recorder = Recorder(named, parameters)
         modules = [module for model in models.values() for module in trainable_modules(model)]
-        self._boundary = Boundary(list(dict.fromkeys(modules)), self._recorder.paused, self._output)
+        self._boundary = Boundary(modules, around=self._recorder.paused, returned=self._returned_by)
         self._returned: list[torch.Tensor] = []
         # By value: batch norm writes its statistics without a trace in the version counter.
         self._buffers = [(buffer, buffer.clone()) for model in models.values() for buffer in model.buffers()]
