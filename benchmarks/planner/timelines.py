@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.patches import Patch
 from peers import PEERS
 from rollouts import qwen3_4b_forward, sample_rollout
 from run import BUDGET, as_arrays, build
@@ -18,7 +19,7 @@ COLOURS = {True: "#4878a8", False: "#c9c9c9"}
 
 
 def draw_timelines(folder: Path) -> Path:
-    """Writes timelines.svg of 8 ranks with 64 sequences each, 60 % of groups dead; returns its path."""
+    """Writes planner_timelines.png of 8 ranks with 64 sequences each, 60 % of groups dead; returns its path."""
     folder.mkdir(exist_ok=True)
     rollout = sample_rollout(512, 8, 0.6)
     flops = qwen3_4b_forward(rollout.lengths)
@@ -33,8 +34,10 @@ def draw_timelines(folder: Path) -> Path:
         axis.set_xlabel("PFLOP of a rank", fontsize=8)
     axes[0].set_ylabel("rank", fontsize=8)
     figure.tight_layout()
-    path = folder / "timelines.svg"
-    figure.savefig(path, metadata={"Date": None})
+    patches = [Patch(color=COLOURS[live], label=name) for live, name in ((True, "live"), (False, "dead"))]
+    axes[-1].legend(handles=patches, loc="center right")
+    path = folder / "planner_timelines.png"
+    figure.savefig(path, dpi=110)
     return path
 
 
