@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from gradprune.flops import Phases
@@ -48,24 +47,24 @@ class BatchShape:
 
 
 class ShapeFit:
-    """Costs as a linear function of features, kept as an echelon basis of the counted shapes, in rationals.
+    """Costs as a linear function of features, kept as an echelon basis of the counted shapes, in whole numbers.
 
     Predicts only inside the span of what was counted, only after `REDUNDANT` counted shapes confirmed the fit, and
     never again once a counted shape contradicted it.
     """
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, list[Fraction]]] = []
+        self._rows: list[tuple[int, list[int]]] = []
         self._confirmed = 0
         self._refuted = False
 
     def learn(self, features: Sequence[int], phases: Phases) -> None:
         """One counted shape and its FLOPs."""
-        costs = (phases.forward, phases.backward, phases.recompute)
-        row = self._reduce([*map(Fraction, features), *map(Fraction, costs)])
+        row, _ = self._reduce([*features, phases.forward, phases.backward, phases.recompute])
         pivot = next((i for i, value in enumerate(row[:-3]) if value), None)
         if pivot is not None:
-            self._rows.append((pivot, [value / row[pivot] for value in row]))
+            divisor = gcd(*row)
+            self._rows.append((pivot, [value // divisor for value in row]))
         elif any(row):
             self._refuted = True
         else:
@@ -75,14 +74,18 @@ class ShapeFit:
         """FLOPs at `features`, or None where the counted shapes do not determine them."""
         if self._refuted or self._confirmed < REDUNDANT:
             return None
-        row = self._reduce([*map(Fraction, features), *([Fraction(0)] * 3)])
-        if any(row[:-3]) or any(cost.denominator != 1 or cost > 0 for cost in row[-3:]):
+        row, scale = self._reduce([*features, 0, 0, 0])
+        flops = [divmod(-value, scale) for value in row[-3:]]
+        if any(row[:-3]) or any(rest or whole < 0 for whole, rest in flops):
             return None
-        return Phases(*(-int(cost) for cost in row[-3:]))
+        return Phases(*(whole for whole, _ in flops))
 
-    def _reduce(self, row: list[Fraction]) -> list[Fraction]:
+    def _reduce(self, row: list[int]) -> tuple[list[int], int]:
+        """`scale` times the row, less multiples of the basis that clear every pivot."""
+        scale = 1
         for pivot, base in self._rows:
-            factor = row[pivot]
-            if factor:
-                row = [value - factor * other for value, other in zip(row, base)]
-        return row
+            if row[pivot]:
+                factor, unit = row[pivot], base[pivot]
+                row = [value * unit - factor * other for value, other in zip(row, base)]
+                scale *= unit
+        return row, scale

@@ -43,6 +43,7 @@ class FlopMeter:
         self._dead_tapes: dict[Hashable, Tape] = {}
         self._fits: dict[Hashable, ShapeFit] = {}
         self._unlearned: list[tuple[BatchShape, Tape]] = []
+        self._predicted: dict[BatchShape, Phases] = {}
         self._settled = FlopReport()
 
     def live(self, key: Hashable, tokens: int, padding: int = 0) -> None:
@@ -117,18 +118,24 @@ class FlopMeter:
     def _predict(self, key: Hashable) -> Phases | None:
         if not isinstance(key, BatchShape):
             return None
+        if key in self._predicted:
+            return self._predicted[key]
         done = [item for item in self._unlearned if item[1].saw_backward]
         self._unlearned = [item for item in self._unlearned if not item[1].saw_backward]
         for shape, tape in done:
             self._fits.setdefault(shape.kind, ShapeFit()).learn(shape.features(), tape.measured())
         fit = self._fits.get(key.kind)
-        return None if fit is None else fit.predict(key.features())
+        phases = None if fit is None else fit.predict(key.features())
+        if phases is not None:
+            self._predicted[key] = phases
+        return phases
 
     def _settle_if_many(self) -> None:
         if len(self._live) + len(self._dead) >= MAX_TALLIES:
             settled = self.report()
             self.reset()
             self._settled = settled
+            self._predicted.clear()
 
     def report(self) -> FlopReport:
         """The account since the start or the last `reset`. Costs of the microbatches in flight are as known now."""

@@ -374,11 +374,15 @@ def test_counting_ends_and_memory_is_bounded(monkeypatch):
     assert len(meter._live) <= 4
 
 
-def test_a_microbatch_costs_the_hot_path_little():
-    model, meter = make_decoder(KINDS["dense"]), FlopMeter()
-    tokens = make_tokens(4, 16)
-    key = BatchShape.of([tokens] * 6, lengths=[16] * 4)
-    count_live(meter, key, lambda: policy_loss(model(tokens))).backward()
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_microbatch_costs_the_hot_path_little(counted):
+    weight, meter = torch.randn(4, 4, requires_grad=True), FlopMeter()
+    shape = lambda rows: BatchShape(((rows, 16),) * 6, lengths=(16,) * rows)  # noqa: E731
+    for rows in range(1, 6):
+        count_live(meter, shape(rows), lambda rows=rows: (torch.ones(rows, 4) @ weight).sum()).backward()
+    key = shape(5 if counted else 32)
+    assert not meter.wants(key)
+    assert (key in meter._live_tapes) == counted
     best = float("inf")
     for _ in range(20):
         start = time.perf_counter()
