@@ -65,14 +65,16 @@ def _factor(batch: Any, name: str) -> torch.Tensor:
 
 def _on_cpu(hypothesis: Hypothesis, factors: dict[str, torch.Tensor], plan: PlannedMicrobatch | None) -> Known:
     product = " * ".join(hypothesis.factors)
+    if any(tensor.numel() == 0 for tensor in factors.values()):
+        return Known(False, "the microbatch is empty", plan)
     rows = zero_rows(factors)
-    if len(rows) and rows.all():
+    if rows.all():
         return Known(True, plan.reason if plan else f"{product} == 0 at every position", plan)
     if plan is None:
-        return Known(False, f"{product} != 0 in row {int(rows.argmin())}" if len(rows) else "the microbatch is empty")
+        return Known(False, f"{product} != 0 in row {int(rows.argmin())}")
     raise StalePlanError(
         f"microbatch {plan.index} is planned dead ({plan.reason}), but in the batch {product} != 0 in row "
-        f"{int(rows.argmin()) if len(rows) else 0}: make the plan from the tensors that the loss receives, and bind "
+        f"{int(rows.argmin())}: make the plan from the tensors that the loss receives, and bind "
         "the batches in the plan's order"
     )
 

@@ -93,10 +93,11 @@ def prove_program(program: Program, hypothesis: Hypothesis) -> tuple[Verdict, Ad
         return _timed(Refusal(hypothesis, program.wrt, (reason,), program.subject), start), Admission(())
     names = [item.name for item in joints[0].inputs if item.role != "tangent"]
     factors = {factor: found for factor in hypothesis.factors if (found := _carrier(factor, names)) is not None}
-    if len(factors) < len(hypothesis.factors):
-        return _timed(_unread(program, hypothesis, factors), start), Admission(joints)
     verdicts = [analyse(joint, factors, hypothesis=hypothesis, subject=program.subject) for joint in joints]
-    return _timed(_merged(verdicts, joints), start), Admission(joints)
+    verdict = _merged(verdicts, joints)
+    if len(factors) < len(hypothesis.factors):
+        verdict = _unread(program, hypothesis, factors, verdict)
+    return _timed(verdict, start), Admission(joints)
 
 
 def _merged(verdicts: Sequence[Verdict], joints: Sequence[JointGraph]) -> Verdict:
@@ -124,10 +125,12 @@ def _timed(verdict: Verdict, start: float) -> Verdict:
     return replace(verdict, seconds=time.perf_counter() - start)
 
 
-def _unread(program: Program, hypothesis: Hypothesis, factors: Mapping[str, str]) -> Refusal:
+def _unread(program: Program, hypothesis: Hypothesis, factors: Mapping[str, str], verdict: Verdict) -> Refusal:
+    """A program that reads only some factors knows less than the hypothesis says: `verdict` took them for zero alone."""
     missing = ", ".join(name for name in hypothesis.factors if name not in factors)
-    reason = Reason("lost-factor", f"the loss never reads {missing}, which is zero where it should have no gradient")
-    return Refusal(hypothesis, program.wrt, (reason,), program.subject)
+    reasons = verdict.reasons if isinstance(verdict, Refusal) else ()
+    unread = Reason("lost-factor", f"the loss never reads {missing}: only where the rest is zero by itself is it dead")
+    return Refusal(hypothesis, program.wrt, (*reasons, unread), program.subject)
 
 
 def _carrier(factor: str, names: Sequence[str]) -> str | None:

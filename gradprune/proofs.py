@@ -17,13 +17,17 @@ from gradprune.trace.admission import Admission, Shapes
 #: A step whose calls differ from microbatch to microbatch is not proved again and again: it runs live from then on.
 MOST_VERDICTS = 32
 
+#: A refused program is looked at again once in so many candidates: what changed it may not be seen from outside.
+LOOK_AGAIN = 16
+
 
 @dataclass(frozen=True, eq=False)
 class Proof:
     """A verdict on one program, for the sizes that `admission` admits.
 
     entries: the modules at which the model began. reached: the parameters behind them into which gradient would flow.
-    buffers: those that the forward writes to.
+    buffers: those that the forward writes to. communicates: the step issues collectives itself, outside the model; it
+    must not run twice, which a run without a graph that turns out to be another program would have to.
     """
 
     verdict: Verdict
@@ -32,6 +36,7 @@ class Proof:
     entries: tuple[weakref.ref[torch.nn.Module], ...]
     reached: tuple[weakref.ref[torch.Tensor], ...]
     buffers: tuple[weakref.ref[torch.Tensor], ...]
+    communicates: bool = False
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -60,12 +65,17 @@ class ProofBook:
     _expected: dict[Hashable, Proof] = field(default_factory=dict)
     _state: PythonState | None = None
     _irrelevant: set[str] = field(default_factory=set)
+    _refused: int = 0
 
     def expected(self, family: Hashable) -> Proof | None:
         """What the next microbatch of this family will match, unless Python state that may matter has changed."""
         if self._state is None or self._state.changed():
             return None
-        return self._expected.get(family)
+        proof = self._expected.get(family)
+        if proof is not None and not proof.verdict:
+            self._refused += 1
+            return proof if self._refused % LOOK_AGAIN else None
+        return proof
 
     def known(self, program: Hashable, shapes: Shapes) -> Proof | None:
         return next((proof for proof in self._proofs.get(program, ()) if proof.admission.admits(shapes)), None)
