@@ -1,17 +1,19 @@
 """Where the model ends and the loss begins: the outermost calls of modules that own trainable parameters.
 
-A step may call ``model(...)`` once, several times, or only its parts. Hooks are on the user's modules only while one
-microbatch runs, and are taken off whatever happens.
+A step may call ``model(...)`` once, several times, or only its parts. A wrapper that reduces gradients is part of the
+call, but runs as it is: only its *core*, the module that it wraps, is the model. Hooks are on the user's modules only
+while one microbatch runs, and are taken off whatever happens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from gradprune.data_parallel import core_of
 from gradprune.trees import leaves, map_tensors
 
 Enter = Callable[[], AbstractContextManager[Any]]
@@ -32,25 +34,40 @@ def trainable_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
+def _unchanged(name: str, output: Any) -> Any:
+    return output
+
+
 class Boundary:
     """Turns the outermost calls among `modules` into events.
 
-    inside: context for the time that a module runs. leave: called with the call's name (``"output"``, ``"output2"``)
-    and what the module returned; what it returns is handed to the user's code instead.
-    `entries` collects the modules that were outermost.
+    around: context of such a call. inside: context for the time that its core runs. computed, returned: called with
+    the call's name (``"output"``, ``"output2"``) and what the core, then the whole call returned; what they return is
+    handed on instead. `entries` collects the modules that were outermost.
     """
 
-    def __init__(self, modules: list[torch.nn.Module], inside: Enter, leave: Leave) -> None:
+    def __init__(
+        self,
+        modules: list[torch.nn.Module],
+        *,
+        around: Enter,
+        inside: Enter = nullcontext,
+        computed: Leave = _unchanged,
+        returned: Leave = _unchanged,
+    ) -> None:
         self.entries: list[torch.nn.Module] = []
-        self._modules, self._inside, self._leave = modules, inside, leave
+        self._modules, self._around, self._inside = modules, around, inside
+        self._computed, self._returned = computed, returned
         self._depth = self._calls = 0
-        self._stack = ExitStack()
+        self._core: torch.nn.Module | None = None
+        self._core_depth = -1
+        self._outer, self._inner = ExitStack(), ExitStack()
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """The hooks are on while this is open; re-open it to go on with the same microbatch."""
         with ExitStack() as hooks:
-            for module in self._modules:
+            for module in dict.fromkeys([*self._modules, *map(core_of, self._modules)]):
                 handles = (
                     module.register_forward_pre_hook(self._before),
                     module.register_forward_hook(self._after, always_call=True),
@@ -61,22 +78,35 @@ class Boundary:
                 yield
             finally:
                 self._depth = 0
-                self._stack.close()
+                self._inner.close()
+                self._outer.close()
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         if self._depth == 0:
             if not any(module is entry for entry in self.entries):
                 self.entries.append(module)
-            self._stack.enter_context(self._inside())
+            self._core, self._core_depth = core_of(module), -1
+            self._calls += 1
+            self._outer.enter_context(self._around())
+        if module is self._core:
+            self._core, self._core_depth = None, self._depth
+            self._inner.enter_context(self._inside())
         self._depth += 1
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         self._depth -= 1
-        if self._depth:
-            return None
-        self._stack.close()
-        self._calls += 1
-        return self._leave("output" if self._calls == 1 else f"output{self._calls}", output)
+        if self._depth == self._core_depth:
+            self._core_depth = -1
+            self._inner.close()
+            output = self._computed(self._name, output)
+        if self._depth == 0:
+            self._outer.close()
+            output = self._returned(self._name, output)
+        return output
+
+    @property
+    def _name(self) -> str:
+        return "output" if self._calls == 1 else f"output{self._calls}"
 
 
 def float_leaves(name: str, output: Any) -> list[tuple[str, torch.Tensor]]:

@@ -38,12 +38,15 @@ class Delivery:
     """The backward end of one dead microbatch.
 
     parameters: what the unpruned backward would reach. report: called once per backward with the magnitude of the
-        cotangent at the model's boundary (0-dim tensor, zero if all is well).
+        cotangent at the model's boundary (0-dim tensor, zero if all is well). to_all: deliver a zero to every
+        parameter, not only to those where it would be missed.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], report: Callable[[torch.Tensor], None]) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], report: Callable[[torch.Tensor], None], *, to_all: bool = False
+    ) -> None:
         self._parameters = list(parameters)
-        self._report = report
+        self._report, self._to_all = report, to_all
         self._others: list[torch.Tensor] = []
         self._magnitudes: list[torch.Tensor] = []
         self._anchor: torch.Tensor | None = None
@@ -58,7 +61,8 @@ class Delivery:
         if self._anchor is None:
             with torch.enable_grad():
                 dummy = torch.zeros((), requires_grad=True)
-                self._anchor = _Anchor.apply(self, dummy, *filter(needs_zero, self._parameters), *self._others)
+                waiting = self._parameters if self._to_all else list(filter(needs_zero, self._parameters))
+                self._anchor = _Anchor.apply(self, dummy, *waiting, *self._others)
         return self._anchor
 
     def bound(self, output: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,13 @@ class Ledger:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._versions: dict[int, int] = {}
+        self._void: set[int] = set()
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor; None for one never seen, or written to since it was."""
         number = self.ever(tensor)
-        return number if number is not None and self._versions[number] == tensor._version else None
+        valid = number is not None and number not in self._void and self._versions[number] == tensor._version
+        return number if valid else None
 
     def ever(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor, void or not."""
@@ -28,6 +30,14 @@ class Ledger:
         self._known[id(tensor)] = (weakref.ref(tensor), number)
         self._versions[number] = tensor._version
 
+    def void(self, tensors: list[torch.Tensor]) -> None:
+        """`tensors` were written to in a way that no version shows: what shares their memory is unknown from now on."""
+        memory = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+        for reference, number in self._known.values():
+            tensor = reference()
+            if tensor is not None and tensor.untyped_storage().data_ptr() in memory:
+                self._void.add(number)
+
     def accept_writes(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         """Take what was just written to `tensors`, and to all that share their memory, as seen: their numbers."""
         written = [tensor for tensor in tensors if self.ever(tensor) is not None and self.number(tensor) is None]
@@ -37,7 +47,7 @@ class Ledger:
         numbers = []
         for reference, number in list(self._known.values()):
             tensor = reference()
-            if tensor is None or self._versions[number] == tensor._version:
+            if tensor is None or number in self._void or self._versions[number] == tensor._version:
                 continue
             if tensor.untyped_storage().data_ptr() in memory or any(tensor is one for one in written):
                 self._versions[number] = tensor._version

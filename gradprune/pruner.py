@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from gradprune.data_parallel import DataParallel
 from gradprune.dead import Delivery, largest
 from gradprune.errors import NoEffectWarning, PruneError, TraceError
 from gradprune.explanation import Decision, Explanation
@@ -86,6 +87,7 @@ class Pruner:
         self.book = ProofBook(function)
         self.guard = Guard(policy.on_violation, self._poison)
         self.meter = FlopMeter()
+        self.parallel = DataParallel()
         self._name = name
         self._decisions: deque[Decision] = deque(maxlen=_REMEMBERED)
         self._calls = self._pruned = 0
@@ -115,7 +117,7 @@ class Pruner:
         way = self._way(microbatch)
         if isinstance(way, Live):
             return LiveRun(self, microbatch, way)
-        if way is None or self.audited():
+        if way is None or way.communicates or self.audited():
             return WatchedRun(self, microbatch)
         return PrunedRun(self, microbatch, way)
 
@@ -126,6 +128,8 @@ class Pruner:
         if not torch.is_grad_enabled():
             return Live("gradients are switched off")
         objection = self.schedule.objection(microbatch.known.plan)
+        if objection is None:
+            objection = self.parallel.objection(microbatch.models.values())
         if objection is not None:
             return Live(objection)
         if (reason := self.schedule.refusal()) is not None:
@@ -177,7 +181,9 @@ class Pruner:
     # Accounting ---------------------------------------------------------------------------------------------------
 
     def delivery(self, microbatch: Microbatch, proof: Proof) -> Delivery:
-        delivery = Delivery(proof.parameters(), functools.partial(self.guard.note, "boundary", microbatch.about))
+        report = functools.partial(self.guard.note, "boundary", microbatch.about)
+        to_all = self.parallel.hears_all(microbatch.models.values())
+        delivery = Delivery(proof.parameters(), report, to_all=to_all)
         residue = microbatch.known.residue()
         if residue is not None:
             self.guard.note("stale", microbatch.about, residue)
@@ -189,6 +195,7 @@ class Pruner:
         tokens = microbatch.tokens(self.policy.hypothesis.factors)
         if outcome:
             self.meter.live(microbatch.shapes, tokens)
+            self.parallel.ran_live(microbatch.models.values())
             return
         self._pruned += 1
         plan = microbatch.known.plan
@@ -223,13 +230,17 @@ class _Counting:
 
 
 class LiveRun:
-    """The microbatch as if nothing were wrapped."""
+    """The microbatch as if nothing were wrapped. again: after a run that was in vain."""
 
-    def __init__(self, pruner: Pruner, microbatch: Microbatch, why: Live, counting: _Counting | None = None) -> None:
-        self._pruner, self._microbatch, self._why = pruner, microbatch, why
+    def __init__(
+        self, pruner: Pruner, microbatch: Microbatch, why: Live, counting: _Counting | None = None, again: bool = False
+    ) -> None:
+        self._pruner, self._microbatch, self._why, self._again = pruner, microbatch, why, again
         self._counting = counting or _Counting(pruner.meter, microbatch, dead=False)
 
     def segment(self) -> AbstractContextManager[None]:
+        if self._again:
+            self._pruner.parallel.prepare_repeat(self._microbatch.models.values())
         return self._counting.segment()
 
     def finish(self, output: Any) -> Any:
@@ -285,7 +296,11 @@ class PrunedRun:
         self._delivery = pruner.delivery(microbatch, proof)
         self._rollback = Rollback(proof.written_buffers(), {tensor.device for tensor in microbatch.named.values()})
         first = next(iter(microbatch.models.values()))
-        inside = functools.partial(pruner.schedule.dead_forward, first)
+
+        def inside() -> AbstractContextManager[Sequence[torch.Tensor]]:
+            self._rollback.keep_buffers()
+            return pruner.schedule.dead_forward(first)
+
         self._dead = DeadRun(proof, microbatch.named, self._delivery, inside)
         self._counting = _Counting(pruner.meter, microbatch, dead=True)
 
@@ -302,7 +317,7 @@ class PrunedRun:
             self._pruner.book.doubt(self._microbatch.family)
             self._rollback.restore()
             why = Live(f"the step does something else than what was proved: {difference}")
-            return LiveRun(self._pruner, self._microbatch, why)
+            return LiveRun(self._pruner, self._microbatch, why, again=True)
         self._pruner.note(self._microbatch, Dead(self._microbatch.known.reason))
         if loss.requires_grad:
             return output

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gradprune.collectives import reported
 from gradprune.data_numbers import DataFloat, DataInt, Formula, marked, plain
 from gradprune.errors import TraceError
 from gradprune.frames import user_line
@@ -67,6 +68,14 @@ class CallObserver(TorchFunctionMode):
     def observe(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError
 
+    def written(self, tensors: list[torch.Tensor]) -> None:
+        """A collective that the user's code issued writes to `tensors`."""
+        raise NotImplementedError
+
+    def _communicated(self, tensors: list[torch.Tensor]) -> None:
+        if not self._paused:
+            self.written(tensors)
+
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Observe all calls made inside, ``autograd.Function.apply`` among them, which no function mode sees."""
@@ -77,7 +86,7 @@ class CallObserver(TorchFunctionMode):
 
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
         try:
-            with self:
+            with self, reported(self._communicated):
                 yield
         finally:
             torch.autograd.Function.apply = original  # type: ignore[method-assign]
@@ -99,6 +108,7 @@ class Recorder(CallObserver):
         self._ledger = Ledger()
         self._count = 0
         self._held: dict[int, torch.Tensor] = {}
+        self.communicates = False
 
     def add_output(self, name: str, tensor: torch.Tensor) -> None:
         """Declare a tensor that a module of the model returned."""
@@ -128,6 +138,10 @@ class Recorder(CallObserver):
         results = tuple(self._result(tensor) for tensor in tensors)
         self._entries.append(Entry(func, *spec, results, mutates, grad, autocast, user_line()))
         return result
+
+    def written(self, tensors: list[torch.Tensor]) -> None:
+        self.communicates = True
+        self._ledger.void(tensors)
 
     def _result(self, tensor: torch.Tensor) -> int:
         known = self._ledger.number(tensor)

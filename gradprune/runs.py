@@ -42,10 +42,10 @@ class ObservedRun:
         }
         self._recorder = Recorder(named, parameters)
         modules = [module for model in models.values() for module in trainable_modules(model)]
-        self._boundary = Boundary(modules, around=self._recorder.paused, returned=self._returned_by)
+        self._boundary = Boundary(list(dict.fromkeys(modules)), around=self._recorder.paused, returned=self._output)
         self._returned: list[torch.Tensor] = []
         # By value: batch norm writes its statistics without a trace in the version counter.
-        self._buffers = [(buffer, buffer.clone()) for model in models.values() for buffer in model.buffers()]
+        self._buffers = [(buffer, buffer.clone()) for model in models.values() for _, buffer in model.named_buffers()]
 
     @contextmanager
     def segment(self) -> Iterator[None]:
@@ -72,17 +72,26 @@ class ObservedRun:
         """A verdict on `tape`, with what a dead run needs to know of this run."""
         entries = self._boundary.entries
         written = [buffer for buffer, before in self._buffers if not torch.equal(buffer, before)]
-        return Proof(verdict, tape, admission, weak(entries), weak(reached_leaves(loss, entries)), weak(written))
+        reached = weak(reached_leaves(loss, entries))
+        return Proof(verdict, tape, admission, weak(entries), reached, weak(written), self._recorder.communicates)
 
 
 class DeadRun:
     """Runs the model's modules without a graph and watches that the rest makes the calls that were proved."""
 
     def __init__(self, proof: Proof, named: Mapping[str, torch.Tensor], delivery: Delivery, inside: Inside) -> None:
-        self._boundary = Boundary(proof.modules(), self._without_graph, self._output)
+        self._watch = TapeWatch(proof.tape)
+        self._boundary = Boundary(
+            proof.modules(),
+            around=self._watch.paused,
+            inside=self._without_graph,
+            computed=self._bound,
+            returned=self._output,
+        )
         self._proof, self._delivery, self._inside = proof, delivery, inside
         self._outputs = frozenset(proof.outputs)
-        self._watch = TapeWatch(proof.tape)
+        self._called: set[str] = set()
+        self._computed: set[str] = set()
         for name, tensor in named.items():
             self._watch.bind(name, tensor)
 
@@ -93,6 +102,8 @@ class DeadRun:
 
     def difference(self, loss: torch.Tensor) -> str | None:
         """None if the run was the one that was proved, else where it was not."""
+        if not self._computed >= self._called:
+            return "a wrapper did not call the module that it wraps"
         if not self._watch.matches(loss):
             return self._watch.difference()
         if not self._proof.admission.admits(self._watch.shapes()):
@@ -101,19 +112,25 @@ class DeadRun:
 
     @contextmanager
     def _without_graph(self) -> Iterator[None]:
-        with self._watch.paused():
-            with self._inside() as others, torch.no_grad(), _same_kernels():
-                yield
-            self._delivery.also(others)
+        with self._inside() as others, torch.no_grad(), _same_kernels():
+            yield
+        self._delivery.also(others)
+
+    def _bound(self, name: str, output: Any) -> Any:
+        self._computed.add(name)
+        new = {
+            id(tensor): self._delivery.bound(tensor)
+            for leaf, tensor in float_leaves(name, output)
+            if leaf in self._outputs
+        }
+        return replace(output, new)
 
     def _output(self, name: str, output: Any) -> Any:
+        self._called.add(name)
         with self._watch.paused():
-            new = {}
             for leaf, tensor in float_leaves(name, output):
-                bound = self._delivery.bound(tensor) if leaf in self._outputs else tensor
-                self._watch.bind(leaf, bound)
-                new[id(tensor)] = bound
-            return replace(output, new)
+                self._watch.bind(leaf, tensor)
+        return output
 
 
 @contextmanager
@@ -128,20 +145,25 @@ def _same_kernels() -> Iterator[None]:
 
 
 class Rollback:
-    """Random state and written buffers before a dead run, to run the microbatch again as if it had not been."""
+    """Random state before a dead run, and the buffers that it is about to write, to run the microbatch again."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], devices: Iterable[torch.device]) -> None:
         self._cpu = torch.get_rng_state()
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
-        self._returned: list[torch.Tensor] = []
-        self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
+        self._buffers = buffers
+        self._values: list[torch.Tensor] | None = None
+
+    def keep_buffers(self) -> None:
+        """To be called when the model is about to compute, after a wrapper has brought its buffers up to date."""
+        if self._values is None:
+            self._values = [buffer.clone() for buffer in self._buffers]
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
         for device, state in self._cuda.items():
             torch.cuda.set_rng_state(state, device)
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for buffer, value in zip(self._buffers, self._values or ()):
                 buffer.copy_(value)
 
 

@@ -78,6 +78,9 @@ class TapeWatch(CallObserver):
             self._spoiled = f"it called {name} on a tensor of the loss"
         return result
 
+    def written(self, tensors: list[torch.Tensor]) -> None:
+        self._ledger.void(tensors)
+
     def _next(self) -> Entry | None:
         entries = self._tape.entries
         return entries[self._position] if self._position < len(entries) else None
@@ -126,7 +129,7 @@ class TapeWatch(CallObserver):
             _require(known is value)
             return
         actual = self._ledger.number(value)
-        if actual is None and self._ledger.ever(value) is None and number in self._open:
+        if actual is None and number in self._open:
             _require(self._open[number].role == "wrt" or not value.requires_grad)
             found[number] = value
             return

@@ -1,0 +1,84 @@
+"""Torch's own data parallelism around a model: when a microbatch may be dead under it, and who must hear of its zeros.
+
+DistributedDataParallel reduces gradients from hooks that run when each parameter's gradient arrives. A dead microbatch
+whose backward is to be reduced therefore delivers zeros to every parameter: the collectives are the unpruned ones.
+Fully sharded models gather and scatter inside their backward; a rank that skips it leaves the others waiting.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+
+def core_of(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that computes: what a DistributedDataParallel wraps, else `module` itself."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+class DataParallel:
+    """What the wrappers inside one compiled step's models ask for."""
+
+    def __init__(self) -> None:
+        self._wrappers: weakref.WeakKeyDictionary[torch.nn.Module, _Wrappers] = weakref.WeakKeyDictionary()
+        self._reduced: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def objection(self, models: Iterable[torch.nn.Module]) -> str | None:
+        """Why the coming microbatch must run live; None if it may be dead."""
+        for model in models:
+            wrappers = self._of(model)
+            if wrappers.objection is not None:
+                return wrappers.objection
+            if any(ddp not in self._reduced for ddp in _reducing(wrappers)):
+                return "DistributedDataParallel lays out its buckets by the first backward that it reduces"
+        return None
+
+    def ran_live(self, models: Iterable[torch.nn.Module]) -> None:
+        for model in models:
+            self._reduced.update(_reducing(self._of(model)))
+
+    def hears_all(self, models: Iterable[torch.nn.Module]) -> bool:
+        """Whether every reached parameter must receive a gradient, also where it holds one already."""
+        wrappers = [ddp for model in models for ddp in self._of(model).replicated()]
+        return any(ddp.require_backward_grad_sync or ddp.find_unused_parameters or ddp.static_graph for ddp in wrappers)
+
+    def prepare_repeat(self, models: Iterable[torch.nn.Module]) -> None:
+        """The coming forward repeats one that this rank has just made: buffers are not broadcast a second time."""
+        for model in models:
+            for ddp in self._of(model).replicated():
+                ddp.require_forward_param_sync = False
+
+    def _of(self, model: torch.nn.Module) -> _Wrappers:
+        if model not in self._wrappers:
+            self._wrappers[model] = _Wrappers(model)
+        return self._wrappers[model]
+
+
+class _Wrappers:
+    def __init__(self, model: torch.nn.Module) -> None:
+        modules = list(model.modules())
+        found = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        self._replicated = [weakref.ref(module) for module in found]
+        self.objection = next((text for module in modules if (text := _objection(module)) is not None), None)
+
+    def replicated(self) -> list[DistributedDataParallel]:
+        return [module for ref in self._replicated if (module := ref()) is not None]
+
+
+def _reducing(wrappers: _Wrappers) -> list[DistributedDataParallel]:
+    return [ddp for ddp in wrappers.replicated() if ddp.require_backward_grad_sync]
+
+
+def _objection(module: torch.nn.Module) -> str | None:
+    sharding = sys.modules.get("torch.distributed.fsdp")  # not imported: then nothing is sharded
+    if sharding is not None and isinstance(module, (sharding.FSDPModule, sharding.FullyShardedDataParallel)):
+        return "the model is fully sharded: its backward has collectives, which every rank must issue"
+    if isinstance(module, torch.nn.SyncBatchNorm) and torch.distributed.is_initialized():
+        return "SyncBatchNorm has collectives in its backward, which every rank must issue"
+    if isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
+        return "DistributedDataParallel's mixed precision casts parameters in hooks of its own: use torch.autocast"
+    return None
