@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
     PythonKeyTracer,
+    decompose,
     disable_autocast_cache,
     get_proxy_slot,
     track_tensor_tree,
@@ -82,7 +83,8 @@ def capturing(tracer: LineTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
         fake_mode,
         enable_python_dispatcher(),
         disable_autocast_cache(),
-        ProxyTorchDispatchMode(tracer, "symbolic", decomposition_table=DECOMPOSITIONS),
+        ProxyTorchDispatchMode(tracer, "symbolic"),
+        decompose(DECOMPOSITIONS),
         FunctionalTensorMode(_allow_token_discovery=True),
     ):
         yield
