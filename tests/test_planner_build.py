@@ -75,6 +75,9 @@ def check_step(step: StepPlan, dead, limits) -> None:
     for rank in step.ranks:
         assert [item.index for item in rank] == list(range(len(rank)))
         assert rank[-1].dead == all(item.dead for item in rank)
+        assert [(not item.dead, not item.filler) for item in rank] == sorted(
+            (not item.dead, not item.filler) for item in rank
+        )
     if limits.get("lockstep"):
         assert len(counts) == 1
         assert all(len({item.dead for item in index}) == 1 for index in zip(*step.ranks))
@@ -198,6 +201,16 @@ def test_keeps_live_what_only_one_rank_calls_dead():
     assert [[item.dead for item in rank] for rank in plan.ranks] == [[True, False]] * 2
     fillers = [item for item in plan.microbatches if item.filler]
     assert [(item.tokens, item.dead) for item in fillers] == [(1, False)]
+
+
+def test_lockstep_splits_packs_before_it_fills():
+    """Unequal counts are met by splitting a pack where one has two sequences: no filler here, and little waiting."""
+    lengths, advantages = heavy_tailed(384)
+    limits = {"ranks": 8, "token_budget": 12288, "cost": lambda lengths: 16384.0 * lengths + lengths**2}
+    free, plan = build(lengths, advantages, **limits), build(lengths, advantages, lockstep=True, **limits)
+    assert len({tuple(item.dead for item in rank) for rank in free.ranks}) > 1, "the input should need lockstep"
+    assert plan.balance is not None and plan.balance.fillers == 0
+    assert plan.balance.waiting <= 1.02 * plan.balance.slowest
 
 
 def test_fewer_sequences_than_ranks_gives_dead_fillers_of_one_token():
