@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradprune
-from tests.step.arms import VOCABULARY, TinyModel, make_batch
+from tests.step.arms import TinyModel, make_batch
 from tests.wrapping.ranks import issued
 
 
@@ -34,7 +34,9 @@ CASES = {
     "one rank has nothing live": Case(("dd dd dd", "ll ll ll")),
     "every backward reduced": Case(("dl dd ld", "ld dd dl"), no_sync=False),
     "gradients are bucket views": Case(("dl ld dd", "ll ld dd"), {"gradient_as_bucket_view": True}),
-    "unused parameters are looked for": Case(("dl ld dd", "ll ld dd"), {"find_unused_parameters": True}, model="unused"),
+    "unused parameters are looked for": Case(
+        ("dl ld dd", "ll ld dd"), {"find_unused_parameters": True}, model="unused"
+    ),
     "unused and reduced every time": Case(("dd ld", "ld dd"), {"find_unused_parameters": True}, False, "unused"),
     "static graph": Case(("dl ld dd", "ll ld dd"), {"static_graph": True}, no_sync=False),
     "static graph, unused": Case(("ll ld dd", "ll ld dd"), {"static_graph": True}, False, "unused"),
@@ -55,30 +57,37 @@ class Used(TinyModel):
 
 class Reentrant(Used):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        inner = super().forward
-        embedded = self.embed(ids)
-        hidden = checkpoint(lambda x: torch.tanh(self.mix(x)), embedded, use_reentrant=True)
-        assert inner is not None
+        hidden = checkpoint(lambda x: torch.tanh(self.mix(x)), self.embed(ids), use_reentrant=True)
         return self.head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
 
 
 MODELS = {"plain": Used, "unused": TinyModel, "reentrant": Reentrant}
 
 
-class Step:
-    """A GRPO step; `surprise` adds a term, unannounced, at the calls whose number it holds."""
+class _Hidden:
+    """A switch in C++, say: Python state in which nobody sees a change."""
 
-    def __init__(self, count_globally: bool = False, surprise: tuple[int, ...] = ()) -> None:
-        self.count_globally, self._surprise = count_globally, surprise
-        self._calls: list[None] = []
+    __slots__ = ("on",)
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def __bool__(self) -> bool:
+        return self.on
+
+
+class Step:
+    """A GRPO step, which another term joins while `surprise` holds something."""
+
+    def __init__(self, count_globally: bool = False) -> None:
+        self.count_globally, self.surprise = count_globally, _Hidden()
 
     def __call__(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        self._calls.append(None)
         ids, mask = batch["ids"], batch["mask"]
         logp = torch.log_softmax(model(ids)[:, :-1], -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
         ratio, adv = torch.exp((logp - batch["old"]).clamp(-20, 20)), batch["adv"][:, None]
         policy = -torch.min(ratio * adv, ratio.clamp(0.8, 1.2) * adv)
-        if len(self._calls) in self._surprise:
+        if self.surprise:
             policy = policy + 0.1 * (batch["old"] - logp) ** 2
         count = mask.sum()
         if self.count_globally:
@@ -95,7 +104,7 @@ def train(rank: int, case: Case, pruned: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = DistributedDataParallel(MODELS[case.model](), **case.options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    plain = Step(case.count_globally, (4,) if case.surprise and rank == 0 else ())
+    plain = Step(case.count_globally)
     step: Any = gradprune.compile(plain, zero="adv * mask") if pruned else plain
     kept: dict[str, Any] = {}
     torch.manual_seed(7 + rank)
@@ -104,6 +113,7 @@ def train(rank: int, case: Case, pruned: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         for m, letter in enumerate(microbatches):
             batch = make_batch(3, 6 + m, dead=letter == "d", seed=100 * u + 10 * m + rank)
+            plain.surprise.on = case.surprise and (rank, u, m) == (0, 1, 1)
             last = m == len(microbatches) - 1
             with model.no_sync() if case.no_sync and not last else nullcontext():
                 loss = step(model, batch)
@@ -117,6 +127,3 @@ def train(rank: int, case: Case, pruned: bool) -> dict[str, Any]:
     if pruned:
         kept["decisions"] = [str(decision) for decision in step.explain().decisions]
     return kept
-
-
-assert VOCABULARY

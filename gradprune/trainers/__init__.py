@@ -1,0 +1,1 @@
+"""One file a trainer, the only code of gradprune that imports it."""
