@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode, is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from gradprune import meter as meter_module
 from gradprune.flop_fit import BatchShape
-from gradprune.flop_rules import EXTRA_FORMULAS
+from gradprune.flop_rules import EXTRA_FORMULAS, attention_backward_flops, attention_flops
 from gradprune.flop_tape import Tape, record_backward, record_forward
 from gradprune.flops import Phases
 from gradprune.meter import FlopMeter
@@ -135,6 +135,42 @@ def test_derives_each_operator_as_torch_runs_it(function, shapes, needs):
     loss.backward()
     assert tape.measured() == tape.derived()
     assert tape.derived().backward > 0
+
+
+@pytest.mark.parametrize(
+    "q, kv", [((2, 4, 6, 8), (2, 4, 9, 8)), ((1, 6, 5, 4), (1, 3, 5, 4)), ((3, 2, 1, 16), (3, 1, 7, 16))]
+)
+def test_attention_costs_what_torch_says_of_its_other_kernels(q, kv):
+    assert attention_flops(q, kv, kv) == sdpa_flop_count(q, kv, kv)
+    assert attention_backward_flops(q, q, kv, kv) == sdpa_backward_flop_count(q, q, kv, kv)
+
+
+def test_what_is_detached_needs_no_gradient():
+    # 3 x 4 times 4 x 4: 96 FLOPs a product. The second has one gradient of two, as its input is detached. That nobody
+    # asks for the first one's gradient then, a forward alone cannot show: an estimate.
+    weight, other = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    meter = FlopMeter()
+    detached = lambda: ((torch.ones(3, 4) @ weight).detach() @ other).sum()  # noqa: E731
+    count_dead(meter, "detached", detached)
+    count_dead(meter, "kept", lambda: ((torch.ones(3, 4) @ weight) @ other).sum())
+    assert meter.cost("detached").phases == Phases(2 * 96, (1 + 1) * 96) and not meter.cost("detached").exact
+    assert meter.cost("kept").phases == Phases(2 * 96, (1 + 2) * 96)
+    count_live(meter, "detached", detached).backward()
+    assert meter.cost("detached").phases == Phases(2 * 96, 96) and meter.cost("detached").exact
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_expert_without_tokens_says_nothing_of_one_with(frozen):
+    experts = [torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=not frozen)]
+
+    def route(*counts):
+        return sum((torch.ones(n, 4) @ weight).sum() for n, weight in zip(counts, experts))
+
+    meter = FlopMeter()
+    count_live(meter, "live", lambda: route(5, 0)).backward()
+    count_dead(meter, "dead", lambda: route(2, 3))
+    # 32 FLOPs a row and product, one gradient where the weight is not frozen
+    assert meter.cost("dead").phases == Phases(5 * 32, (2 if frozen else 5) * 32)
 
 
 def test_grouped_products_are_counted():
