@@ -49,19 +49,20 @@ def lay_out(
 
     sequences: one item each; pack_of [sequences]; rank [packs]; samples [sequences]: their indices in the rollout.
 
-    On a rank: dead microbatches, cheapest first, then live ones, cheapest first. In lockstep every rank has as many
-    dead and as many live ones as the rank with most; a dead pack for which no dead index is left runs live.
+    On a rank: dead microbatches, cheapest first, then live ones, cheapest first, fillers before those of their kind. In
+    lockstep every rank has as many dead and as many live ones as the rank with most; the smallest dead packs run live
+    where no dead index is left for them.
     """
     packs = sequences.merge(pack_of, len(rank), limits.padded)
-    order = np.lexsort((packs.cost, ~packs.dead, rank))
     count = np.bincount(rank, minlength=limits.ranks)
     dead = np.bincount(rank, packs.dead, limits.ranks).astype(np.int64)
     slots_dead, slots = _slots(dead, count - dead, limits)
+    run_dead = np.minimum(dead, slots_dead)
+    runs_dead = packs.dead if (dead <= slots_dead).all() else _largest_dead(packs, rank, count, run_dead)
+    order = np.lexsort((packs.cost, ~runs_dead, rank))
+    early = runs_dead[order]
     base = np.cumsum(slots) - slots
     place = np.arange(len(order)) - np.repeat(np.cumsum(count) - count, count)
-    run_dead = np.minimum(dead, slots_dead)
-    early = place < np.repeat(run_dead, count)
-    # Fillers stand before the packs of their kind.
     slot = np.repeat(base, count) + place + np.repeat(slots_dead - run_dead, count)
     slot[~early] += np.repeat(slots - slots_dead - (count - run_dead), count)[~early]
     pack_in = np.full(int(slots.sum()), -1)
@@ -69,6 +70,15 @@ def lay_out(
     is_dead = np.arange(len(pack_in)) - np.repeat(base, slots) < np.repeat(slots_dead, slots)
     ranks = _write(sequences, packs, pack_of, samples, pack_in, is_dead, slots, limits.quantum, product, step)
     return ranks, _measure(packs, pack_in, is_dead, slots, limits)
+
+
+def _largest_dead(packs: Items, rank: Ints, count: Ints, run_dead: Ints) -> Bools:
+    """Which packs run dead: of each rank as many as `run_dead`, those with most tokens."""
+    order = np.lexsort((-packs.tokens, ~packs.dead, rank))
+    place = np.arange(len(order)) - np.repeat(np.cumsum(count) - count, count)
+    chosen = np.zeros(len(order), dtype=np.bool_)
+    chosen[order] = place < np.repeat(run_dead, count)
+    return chosen
 
 
 def _slots(dead: Ints, live: Ints, limits: Limits) -> tuple[Ints, Ints]:

@@ -5,6 +5,8 @@ Microbatches are made first, of sequences of one kind and of similar length, the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from gradprune.balance import Floats, Ints, level, lower_bound, refine, whole_weights
@@ -19,6 +21,11 @@ def pack_by_shape(items: Items, limits: Limits) -> tuple[Ints, Ints]:
 
     Raises PlanError where an item is too long, or counts that are asked for cannot be met.
     """
+    if limits.lockstep and limits.num_microbatches is not None and limits.token_budget is not None:
+        # A dead pack may have to run live, where another rank has a live one: it must fit the smaller budget.
+        limits = replace(
+            limits, dead_token_budget=min(limits.dead_token_budget or limits.token_budget, limits.token_budget)
+        )
     check_fit(items, limits)
     pack_of = _fixed_size(items, limits) if limits.microbatch_size else _rectangles(items, limits)
     packs = items.merge(pack_of, int(pack_of.max()) + 1, limits.padded)
