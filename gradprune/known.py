@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,26 +46,31 @@ def examine(batch: Any, hypothesis: Hypothesis, *, allow_sync: bool) -> Known:
     `allow_sync`.
     """
     factors = {name: _factor(batch, name) for name in hypothesis.factors}
-    plan = planned(batch)
+    return judge(factors, planned(batch), allow_sync=allow_sync)
+
+
+def judge(factors: Mapping[str, torch.Tensor], plan: PlannedMicrobatch | None, *, allow_sync: bool) -> Known:
+    """`examine` for factors in hand, by name, and what is planned for their microbatch."""
+    factors = {name: tensor.reshape(1) if tensor.dim() == 0 else tensor for name, tensor in factors.items()}
     if plan is not None and not plan.dead:
         return Known(False, f"planned live: {plan.reason}", plan)
     devices = {str(tensor.device) for tensor in factors.values() if tensor.device.type != "cpu"}
     if devices and allow_sync and plan is None:
         factors, devices = {name: tensor.detach().cpu() for name, tensor in factors.items()}, set()
     if devices:
-        return _on_device(hypothesis, factors, plan, ", ".join(sorted(devices)))
-    return _on_cpu(hypothesis, factors, plan)
+        return _on_device(factors, plan, ", ".join(sorted(devices)))
+    return _on_cpu(factors, plan)
 
 
 def _factor(batch: Any, name: str) -> torch.Tensor:
     value = lookup(batch, name)
     if not isinstance(value, torch.Tensor):
         raise PruneError(f"{name!r} in the batch is a {type(value).__name__}: zero= names tensors")
-    return value.reshape(1) if value.dim() == 0 else value
+    return value
 
 
-def _on_cpu(hypothesis: Hypothesis, factors: dict[str, torch.Tensor], plan: PlannedMicrobatch | None) -> Known:
-    product = " * ".join(hypothesis.factors)
+def _on_cpu(factors: dict[str, torch.Tensor], plan: PlannedMicrobatch | None) -> Known:
+    product = " * ".join(factors)
     if any(tensor.numel() == 0 for tensor in factors.values()):
         return Known(False, "the microbatch is empty", plan)
     rows = zero_rows(factors)
@@ -79,13 +85,11 @@ def _on_cpu(hypothesis: Hypothesis, factors: dict[str, torch.Tensor], plan: Plan
     )
 
 
-def _on_device(
-    hypothesis: Hypothesis, factors: dict[str, torch.Tensor], plan: PlannedMicrobatch | None, where: str
-) -> Known:
+def _on_device(factors: dict[str, torch.Tensor], plan: PlannedMicrobatch | None, where: str) -> Known:
     if plan is None:
         hint = "bind what reaches the step: plan.bind(map(to_device, batches))"
         other = f"a plan is bound, but not to this batch: {hint}" if any_current() else "no plan is bound"
-        return Known(False, f"{', '.join(hypothesis.factors)} on {where}, which is not read: {other}")
+        return Known(False, f"{', '.join(factors)} on {where}, which is not read: {other}")
     rank = max(tensor.dim() for tensor in factors.values())
     aligned = [tensor.detach().reshape(tensor.shape + (1,) * (rank - tensor.dim())) for tensor in factors.values()]
     try:

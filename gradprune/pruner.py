@@ -314,14 +314,22 @@ class PrunedRun:
         loss = loss_of(output)
         difference = self._dead.difference(loss)
         if difference is not None:
-            self._pruner.book.doubt(self._microbatch.family)
-            self._rollback.restore()
-            why = Live(f"the step does something else than what was proved: {difference}")
-            return LiveRun(self._pruner, self._microbatch, why, again=True)
+            return self.repeat(f"the step does something else than what was proved: {difference}")
         self._pruner.note(self._microbatch, Dead(self._microbatch.known.reason))
         if loss.requires_grad:
             return output
         return replaced(output, loss, self._delivery.detached(loss))
+
+    @property
+    def touched(self) -> bool:
+        """Whether the model has run."""
+        return self._dead.touched
+
+    def repeat(self, why: str) -> LiveRun:
+        """Put random state and buffers back; the microbatch must run again, from its start, in the run returned."""
+        self._pruner.book.doubt(self._microbatch.family)
+        self._rollback.restore()
+        return LiveRun(self._pruner, self._microbatch, Live(why), again=True)
 
 
 def replaced(output: Any, old: torch.Tensor, new: torch.Tensor) -> Any:

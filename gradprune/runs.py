@@ -100,6 +100,11 @@ class DeadRun:
         with self._boundary.hooked(), self._watch.observing():
             yield
 
+    @property
+    def touched(self) -> bool:
+        """Whether a module of the model was called."""
+        return bool(self._called or self._computed)
+
     def difference(self, loss: torch.Tensor) -> str | None:
         """None if the run was the one that was proved, else where it was not."""
         if not self._computed >= self._called:
