@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradprune.errors import PruneError, StalePlanError, ViolationError
 
 OnViolation = Literal["poison", "raise"]
-Kind = Literal["boundary", "stale", "audit"]
+Kind = Literal["boundary", "condition", "stale", "audit"]
 
 
 def magnitude(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,10 +106,15 @@ class Guard:
         if not found:
             return
         self.poison()
-        wrong = [(note, value) for note, value in found if note.kind != "boundary" or math.isfinite(value)]
+        wrong = [(note, value) for note, value in found if _is_wrong(note, value)]
         note, value = (wrong or found)[0]
         if wrong or self.on_violation == "raise":
             raise _error(note, value)
+
+
+def _is_wrong(note: Note, value: float) -> bool:
+    """Whether no unpruned run would have shown this: it is not just that the gradient is not finite."""
+    return note.kind in ("stale", "audit") or (note.kind == "boundary" and math.isfinite(value))
 
 
 def _start(notes: list[Note], stacked: torch.Tensor) -> _Flight:
@@ -132,7 +137,7 @@ def _error(note: Note, value: float) -> PruneError:
             "gradient of its own (a router loss, a custom autograd.Function). Prove the whole step with "
             "gradprune.prove(step, (model, batch), wrt='parameters'), or do not prune this model"
         )
-    if math.isfinite(value):
+    if note.kind == "boundary" and math.isfinite(value):
         return ViolationError(
             f"{note.about} was proved dead, but the gradient at the model's output reaches {value:g}: the step "
             "computed something else than what was proved. Gradients were set to NaN; please report the step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,8 @@ from typing import Any
 
 import torch
 
-from gradprune.facts import Verdict
+from gradprune.checks import Checks, checks_of
+from gradprune.facts import Certificate, Verdict
 from gradprune.python_state import PythonState, capture
 from gradprune.tape import Tape
 from gradprune.trace.admission import Admission, Shapes
@@ -27,7 +29,8 @@ class Proof:
 
     entries: the modules at which the model began. reached: the parameters behind them into which gradient would flow.
     buffers: those that the forward writes to. communicates: the step issues collectives itself, outside the model; it
-    must not run twice, which a run without a graph that turns out to be another program would have to.
+    must not run twice, which a run without a graph that turns out to be another program would have to. wide: the
+    model's outputs are so much larger than the batch that the loss's own backward is worth saving.
     """
 
     verdict: Verdict
@@ -37,6 +40,13 @@ class Proof:
     reached: tuple[weakref.ref[torch.Tensor], ...]
     buffers: tuple[weakref.ref[torch.Tensor], ...]
     communicates: bool = False
+    wide: bool = False
+
+    @functools.cached_property
+    def checks(self) -> Checks:
+        """Where the side conditions can be looked at while the loss is computed."""
+        conditions = self.verdict.conditions if isinstance(self.verdict, Certificate) else ()
+        return checks_of(conditions, self.tape)
 
     @property
     def outputs(self) -> tuple[str, ...]:

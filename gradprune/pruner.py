@@ -22,7 +22,7 @@ from gradprune.data_parallel import DataParallel
 from gradprune.dead import Delivery, largest
 from gradprune.errors import NoEffectWarning, PruneError, TraceError
 from gradprune.explanation import Decision, Explanation
-from gradprune.facts import Certificate, Dead, Hypothesis, Live, Reason, Refusal, Verdict
+from gradprune.facts import Certificate, Condition, Dead, Hypothesis, Live, Reason, Refusal, Verdict
 from gradprune.flops import FlopReport
 from gradprune.frames import user_line
 from gradprune.guard import Guard, OnViolation, magnitude, watch_optimizers
@@ -35,6 +35,9 @@ from gradprune.schedule import Schedule
 from gradprune.trees import loss_of, map_tensors
 
 _REMEMBERED = 10_000
+
+#: One in so many dead microbatches with a costly boundary has the cotangent there looked at.
+SAMPLED = 8
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,11 @@ class Pruner:
         """Whether the coming dead microbatch is one of those whose backward is run all the same."""
         count = self._pruned
         return int(-(-(count + 1) * self.policy.audit // 1)) > int(-(-count * self.policy.audit // 1))
+
+    def looks_at_boundary(self, proof: Proof) -> bool:
+        """Whether the coming dead microbatch runs the loss's own backward: each one, unless it is costly and there is
+        another way to see whether the proof's side conditions hold."""
+        return not (proof.wide and proof.checks.complete) or self._pruned % SAMPLED == 0
 
     def prove(self, microbatch: Microbatch, run: ObservedRun, loss: torch.Tensor) -> Proof | Refusal:
         """The proof of what `run` computed, known or new; a Refusal where it cannot be put to the proof."""
@@ -273,10 +281,11 @@ class WatchedRun:
         delivery = pruner.delivery(microbatch, proof)
         asked = [*boundary, *(proof.parameters() if audited else ())]
         gradients = torch.autograd.grad(loss, asked, allow_unused=True)
-        sizes = [torch.zeros(()) if gradient is None else magnitude(gradient) for gradient in gradients]
-        for size in sizes[: len(boundary)]:
-            delivery.see(size)
+        for gradient in gradients[: len(boundary)]:
+            if gradient is not None:
+                delivery.see(magnitude(gradient))
         if audited:
+            sizes = [magnitude(gradient) for gradient in gradients if gradient is not None]
             pruner.guard.note("audit", microbatch.about, largest(sizes))
         pruner.note(microbatch, Dead(microbatch.known.reason), audited=audited)
         return replaced(output, loss, delivery.detached(loss))
@@ -301,13 +310,19 @@ class PrunedRun:
             self._rollback.keep_buffers()
             return pruner.schedule.dead_forward(first)
 
-        self._dead = DeadRun(proof, microbatch.named, self._delivery, inside)
+        self._dead = DeadRun(
+            proof, microbatch.named, self._delivery, inside, pruner.looks_at_boundary(proof), self._failed
+        )
         self._counting = _Counting(pruner.meter, microbatch, dead=True)
 
     @contextmanager
     def segment(self) -> Iterator[None]:
         with self._counting.segment(), self._dead.segment():
             yield
+
+    def _failed(self, condition: Condition, size: torch.Tensor) -> None:
+        self._delivery.see(size)
+        self._pruner.guard.note("condition", f"{self._microbatch.about}, {condition}", size)
 
     def finish(self, output: Any) -> Any:
         """The output for the caller; a LiveRun if this was another program: random state and buffers are as before."""

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from gradprune.boundary import Boundary, float_leaves, replace, trainable_modules
+from gradprune.checks import failure
 from gradprune.dead import Delivery
-from gradprune.facts import Verdict
+from gradprune.facts import Condition, Verdict
 from gradprune.graphs import reached_leaves
 from gradprune.proofs import Proof, weak
 from gradprune.recorder import Recorder
@@ -22,6 +23,9 @@ from gradprune.tape import Tape
 from gradprune.trace.admission import Admission
 from gradprune.trees import leaves
 from gradprune.watch import TapeWatch
+
+#: Outputs so many times larger than the batch (logits) make the loss's own backward costly: it is run for a sample.
+_WIDE = 16
 
 Inside = Callable[[], AbstractContextManager[Sequence[torch.Tensor]]]
 
@@ -44,6 +48,7 @@ class ObservedRun:
         modules = [module for model in models.values() for module in trainable_modules(model)]
         self._boundary = Boundary(list(dict.fromkeys(modules)), around=self._recorder.paused, returned=self._output)
         self._returned: list[torch.Tensor] = []
+        self._named = list(named.values())
         # By value: batch norm writes its statistics without a trace in the version counter.
         self._buffers = [(buffer, buffer.clone()) for model in models.values() for _, buffer in model.named_buffers()]
 
@@ -73,14 +78,30 @@ class ObservedRun:
         entries = self._boundary.entries
         written = [buffer for buffer, before in self._buffers if not torch.equal(buffer, before)]
         reached = weak(reached_leaves(loss, entries))
-        return Proof(verdict, tape, admission, weak(entries), reached, weak(written), self._recorder.communicates)
+        wide = sum(map(torch.Tensor.numel, self._returned)) > _WIDE * max(
+            map(torch.Tensor.numel, self._named), default=0
+        )
+        return Proof(verdict, tape, admission, weak(entries), reached, weak(written), self._recorder.communicates, wide)
 
 
 class DeadRun:
-    """Runs the model's modules without a graph and watches that the rest makes the calls that were proved."""
+    """Runs the model's modules without a graph and watches that the rest makes the calls that were proved.
 
-    def __init__(self, proof: Proof, named: Mapping[str, torch.Tensor], delivery: Delivery, inside: Inside) -> None:
-        self._watch = TapeWatch(proof.tape)
+    to_boundary: keep a graph of the loss down to the model's outputs, whose cotangent is looked at in the backward;
+    else there is no graph at all, and the proof's side conditions are looked at as they are computed.
+    """
+
+    def __init__(
+        self,
+        proof: Proof,
+        named: Mapping[str, torch.Tensor],
+        delivery: Delivery,
+        inside: Inside,
+        to_boundary: bool,
+        failed: Callable[[Condition, torch.Tensor], None],
+    ) -> None:
+        self._watch = TapeWatch(proof.tape, None if to_boundary else self._look)
+        self._to_boundary, self._failed = to_boundary, failed
         self._boundary = Boundary(
             proof.modules(),
             around=self._watch.paused,
@@ -94,6 +115,7 @@ class DeadRun:
         self._computed: set[str] = set()
         for name, tensor in named.items():
             self._watch.bind(name, tensor)
+            self._look_at_leaf(name, tensor)
 
     @contextmanager
     def segment(self) -> Iterator[None]:
@@ -115,6 +137,15 @@ class DeadRun:
             return "these sizes are not those that it was proved for"
         return None
 
+    def _look(self, entry: int, result: torch.Tensor) -> None:
+        for condition in self._proof.checks.entries.get(entry, ()):
+            self._failed(condition, failure(condition, result.detach()))
+
+    def _look_at_leaf(self, name: str, tensor: torch.Tensor) -> None:
+        if not self._to_boundary:
+            for condition in self._proof.checks.leaves.get(name, ()):
+                self._failed(condition, failure(condition, tensor.detach()))
+
     @contextmanager
     def _without_graph(self) -> Iterator[None]:
         with self._inside() as others, torch.no_grad(), _same_kernels():
@@ -123,6 +154,8 @@ class DeadRun:
 
     def _bound(self, name: str, output: Any) -> Any:
         self._computed.add(name)
+        if not self._to_boundary:
+            return output
         new = {
             id(tensor): self._delivery.bound(tensor)
             for leaf, tensor in float_leaves(name, output)
@@ -135,6 +168,7 @@ class DeadRun:
         with self._watch.paused():
             for leaf, tensor in float_leaves(name, output):
                 self._watch.bind(leaf, tensor)
+                self._look_at_leaf(leaf, tensor)
         return output
 
 

@@ -21,6 +21,9 @@ from gradprune.tape import Entry, Leaf, Ref, Size, Tape, autocast_state, kind_of
 _REWIRING = EFFECTS | {"requires_grad_", "detach_", "set_"}
 
 
+Look = Callable[[int, torch.Tensor], None]
+
+
 class _Differs(Exception):
     """An operand is not the one on the tape."""
 
@@ -28,9 +31,10 @@ class _Differs(Exception):
 class TapeWatch(CallObserver):
     """Matches the calls made while `observing` with those of a tape, in order."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, look: Look | None = None) -> None:
+        """look: called with the index of each entry that was matched and the first tensor of its result."""
         super().__init__()
-        self._tape = tape
+        self._tape, self._look = tape, look
         self._leaves = {leaf.name: leaf for leaf in tape.leaves}
         self._open = {leaf.number: leaf for leaf in tape.leaves if leaf.name.startswith(("outside.", "parameters."))}
         self._ledger = Ledger()
@@ -137,13 +141,16 @@ class TapeWatch(CallObserver):
 
     def _advance(self, entry: Entry, found: dict[int, torch.Tensor], result: Any, args: Any, kwargs: Any) -> None:
         self._position += 1
+        tensors = tensors_in(result)
+        if self._look is not None and tensors:
+            self._look(self._position - 1, tensors[0])
         for number, tensor in found.items():
             self._check_kind(self._open.pop(number), tensor)
             self._assign(tensor, number)
         written = self._ledger.accept_writes(tensors_in((args, kwargs)))
         if not set(written) <= set(entry.mutates):
             self._spoiled = f"tensors share memory that did not when it was proved, at {entry.where}"
-        for number, tensor in zip(entry.results, tensors_in(result)):
+        for number, tensor in zip(entry.results, tensors):
             self._assign(tensor, number)
 
     def _check_kind(self, leaf: Leaf, tensor: torch.Tensor) -> None:
