@@ -85,7 +85,7 @@ class CostModel:
         checkpointing: Literal["none", "full"] = "none",
         lora_rank: int = 0,
     ) -> CostModel:
-        """Closed form of a decoder from a Hugging Face or Megatron config, or a `DecoderShape`: see `DecoderShape.read`.
+        """Closed form of a decoder from a Hugging Face or Megatron config or a `DecoderShape`: see `DecoderShape.read`.
 
         Attention is counted dense, as its kernels' shapes say. fused_attention: its backward makes the scores again,
         2.5 forwards instead of 2. checkpointing: ``full`` runs all operators of each block again. lora_rank: low-rank
