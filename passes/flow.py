@@ -37,6 +37,7 @@ ROW: Final = "<row>"
 """The name of the premise "the hypothesis holds all over this row", beside the factors' names."""
 TANGENT: Final = 2.0**32
 """Assumed limit of the cotangent of an output: loss scaling included."""
+MOST_CONSTANTS: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Flow:
             value = self.sources.get(node)
             return self._settled(node, value) if value is not None else self._of_meta(node.meta.get("val"))
         if node.op != "call_function":
-            return self._of_meta(node.meta.get("val"))
+            return self._of_constant(node) if node.meta.get("constant") else self._of_meta(node.meta.get("val"))
         if isinstance(node.meta.get("val"), torch.SymInt):
             return self._default(node, node.meta["val"])
         name = operator_name(node.target)
@@ -118,6 +119,16 @@ class Flow:
         if rule is None and node.meta.get("val") is not None:
             self.unruled[node] = name
         return self._completed(node, result)
+
+    def _of_constant(self, node: Node) -> Value:
+        """A tensor that the program makes from Python numbers."""
+        tensor = getattr(self.graph_module, str(node.target))
+        value = replace(unknown(groups_of(tensor.shape), tensor.dtype), rows=None)
+        if tensor.is_complex() or not 0 < tensor.numel() <= MOST_CONSTANTS or tensor.isnan().any():
+            return value
+        low, high = float(tensor.min()), float(tensor.max())
+        const = Known(tensor.flatten()[0].item()) if low == high else None
+        return self._settled(node, replace(value, const=const, bounds=(low, high), notnan=True))
 
     def _completed(self, node: Node, result: Result) -> Any:
         meta = node.meta.get("val")
@@ -138,10 +149,12 @@ class Flow:
         return value
 
     def _reads_no_row(self, node: Node) -> bool:
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        """Whether the result is the same whatever the batch holds: no random or uninitialised numbers either."""
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or "empty" in str(node.target):
             return False
-        inputs = (self.values.get(source) for source in node.all_input_nodes)
-        return all(value.rows is None for value in inputs if isinstance(value, Value))
+        inputs = [self.values.get(source) for source in node.all_input_nodes]
+        parts = [part for value in inputs for part in (value if isinstance(value, tuple) else (value,))]
+        return all(part.rows is None for part in parts if isinstance(part, Value))
 
     def _of_meta(self, meta: Any) -> Any:
         if isinstance(meta, torch.Tensor):

@@ -33,7 +33,7 @@ def analyse(
     Raises PruneError where a factor names no input or the factors' shapes cannot be aligned.
     """
     start = time.perf_counter()
-    program = _Program.of(joint, factors, hypothesis)
+    program = Program.of(joint, factors, hypothesis)
     flow = program.run(rowwise=False)
     wrt = tuple(joint.gradients)
     gradients = {name: node for name, node in joint.gradients.items() if node is not None}
@@ -65,7 +65,7 @@ def _const(flow: Flow, node: Node) -> Known:
 
 
 @dataclass(frozen=True)
-class _Program:
+class Program:
     """A joint graph with its hypothesis, ready to be run."""
 
     joint: JointGraph
@@ -75,7 +75,7 @@ class _Program:
     rows: Size | None
 
     @staticmethod
-    def of(joint: JointGraph, factors: Mapping[str, str], hypothesis: Hypothesis) -> _Program:
+    def of(joint: JointGraph, factors: Mapping[str, str], hypothesis: Hypothesis) -> Program:
         inputs = {item.name: item.node for item in joint.inputs if item.role != "tangent"}
         carriers: dict[Node, str] = {}
         axes: dict[str, tuple[int | None, ...]] = {}
@@ -88,7 +88,7 @@ class _Program:
             carriers[node] = factor
             axes[factor] = _axes(factor, node, sizes)
         names = {item.node: item.name for item in joint.inputs}
-        return _Program(joint, Clause(axes), carriers, names, sizes[0][1] if 0 in sizes else None)
+        return Program(joint, Clause(axes), carriers, names, sizes[0][1] if 0 in sizes else None)
 
     def run(self, *, rowwise: bool, whole: bool = False) -> Flow:
         """Evaluate what the gradients depend on, or the whole graph."""
@@ -107,19 +107,20 @@ class _Program:
         value = unknown(groups_of(meta.shape), meta.dtype)
         if item.role == "tangent":
             return replace(value, bounds=(-TANGENT, TANGENT), notnan=True, rows=None)
-        value = replace(value, rows=None if item.role == "state" else self._row_read(value))
         factor = self.factors.get(item.node)
+        value = replace(value, rows=None if item.role == "state" else self._row_read(value, factor))
         if factor is None:
             return value
         key = Key(factor, tuple(flattened(group) if group else Affine(0) for group in value.dims))
         return replace(value, facts={key: Known(0)})
 
-    def _row_read(self, value: Value) -> Index | None:
+    def _row_read(self, value: Value, factor: str | None) -> Index | None:
         """Data of one row each where the leading size is that of the factors; a single number belongs to no row."""
         if not any(value.dims):
             return None
         leading = value.dims[0]
-        aligned = self.rows is not None and same_size(product(atom.size for atom in leading), self.rows)
+        sized = self.rows is not None and same_size(product(atom.size for atom in leading), self.rows)
+        aligned = factor is not None or sized
         return flattened(leading) if aligned and leading else EVERY
 
     def row_needs(self, microbatch: Flow) -> Needs | None:

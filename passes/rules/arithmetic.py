@@ -115,7 +115,7 @@ def _may_be_infinite(value: Value) -> bool:
     return math.isinf(value.bounds[0]) or math.isinf(value.bounds[1])
 
 
-@rule("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide.Tensor", "operator.truediv")
+@rule("aten.div.Tensor", "aten.div.Scalar", "operator.truediv")
 def divide(flow: Flow, node: Node, a: Any, b: Any) -> Value:
     x, y = operands(flow, dtype_of(node), a, b)
     if _is_count_of(node, b):

@@ -24,7 +24,6 @@ LINEAR: Final = (
     "aten.cudnn_batch_norm_backward.default",
     "aten.batch_norm_backward.default",
     "aten.embedding_dense_backward.default",
-    "aten.embedding_backward.default",
     "aten.convolution_backward.default",
     "aten.linear_backward.default",
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",

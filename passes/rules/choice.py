@@ -15,7 +15,7 @@ from gradprune.passes.transfer import dtype_of, operands, pointwise
 Pick = Callable[[Known | None, Known | None], Known | None]
 
 
-@rule("aten.where.self", "aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.where.Scalar")
+@rule("aten.where.self")
 def where(flow: Flow, node: Node, condition: Any, a: Any, b: Any) -> Value:
     """The operand that is not picked does not matter, not even where it is NaN."""
     x, y = operands(flow, dtype_of(node), a, b)

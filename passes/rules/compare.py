@@ -81,7 +81,6 @@ def _decided(name: str, a: Extent, b: Extent) -> Known | None:
     "aten.logical_and.default",
     "aten.bitwise_and.Tensor",
     "aten.bitwise_and.Scalar",
-    "aten.__and__.Tensor",
     "operator.and_",
 )
 def logical_and(flow: Flow, node: Node, a: Any, b: Any) -> Value | None:
@@ -110,7 +109,7 @@ def _is_logical(node: Node, a: Any, b: Any) -> bool:
 
 
 @rule(
-    "aten.logical_or.default", "aten.bitwise_or.Tensor", "aten.bitwise_or.Scalar", "aten.__or__.Tensor", "operator.or_"
+    "aten.logical_or.default", "aten.bitwise_or.Tensor", "aten.bitwise_or.Scalar", "operator.or_"
 )
 def logical_or(flow: Flow, node: Node, a: Any, b: Any) -> Value | None:
     if not _is_logical(node, a, b):

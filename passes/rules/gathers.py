@@ -93,15 +93,16 @@ def _known_where_selected(flow: Flow, node: Node, value: Value, indices: Sequenc
     """Zero, if the elements that one boolean mask selects are all zero: if ``where(mask, value, 0)`` is zero."""
     if len(indices) != 1 or indices[0] is None or indices[0].meta["val"].dtype != torch.bool:
         return None
-    mask = padded_right(flow.value(indices[0]), len(value.dims))
+    mask = index_mask(flow.value(indices[0]), value.dims)
     shape = [product(atom.size for atom in group) for group in value.dims]
     picked = combined(value.dtype, shape, [mask, value, flow.literal(0, value.dtype)], picked_by_condition)
     return flow.closed(picked).const
 
 
-def padded_right(value: Value, rank: int) -> Value:
-    """`value` broadcast at its leading dimensions."""
-    return replace(value, dims=value.dims + ((),) * (rank - len(value.dims)))
+def index_mask(mask: Value, dims: Sequence[Group]) -> Value:
+    """A boolean index as a mask over `dims`: at run time it has exactly the sizes of the leading ones."""
+    mapping = same_positions(mask.dims, dims, set())
+    return remapped(mask, (*dims[: len(mask.dims)], *((),) * (len(dims) - len(mask.dims))), mapping)
 
 
 @rule("aten.masked_select.default")

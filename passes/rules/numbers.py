@@ -15,7 +15,7 @@ from gradprune.passes.registry import rule
 from gradprune.passes.transfer import dtype_of, forgotten, pointwise, remapped
 
 
-@rule("aten._to_copy.default", "prims.convert_element_type.default", "aten.to.dtype", "aten.type_as.default")
+@rule("aten._to_copy.default", "prims.convert_element_type.default")
 def convert(flow: Flow, node: Node, a: Any, *_: Any, **__: Any) -> Value:
     x, dtype = flow.value(a), dtype_of(node)
     return converted(node, x, dtype, reach=flow.reach(a) if node in flow.backward else None)
@@ -62,7 +62,7 @@ def _converted_bounds(x: Value, dtype: torch.dtype | None) -> tuple[Interval, bo
     return (math.trunc(x.bounds[0]), math.trunc(x.bounds[1])), True
 
 
-@rule("aten._local_scalar_dense.default", "aten.item.default")
+@rule("aten._local_scalar_dense.default")
 def to_number(flow: Flow, node: Node, a: Any) -> Value:
     """``tensor.item()``: the number is the element."""
     value = flow.value(a)

@@ -17,7 +17,7 @@ from gradprune.passes.rules.views import moved_within
 from gradprune.passes.transfer import as_dtype, axis, dtype_of, forgotten, remapped
 
 
-@rule("aten.sort.default", "aten.sort.stable", "aten.msort.default")
+@rule("aten.sort.default", "aten.sort.stable")
 def sort(flow: Flow, node: Node, a: Any, *arguments: Any, dim: int | None = None, **_: Any) -> Any:
     """The values along a dimension in another order; where each comes from is not known."""
     value = flow.value(a)
@@ -31,15 +31,6 @@ def _positions(like: Value, node: Node, result: int) -> Value:
     """Indices that depend on what `like` depends on."""
     dtype = node.meta["val"][result].dtype
     return replace(unknown(like.dims, dtype), rows=like.rows)
-
-
-@rule("aten.argsort.default", "aten.argsort.stable")
-def argsort(flow: Flow, node: Node, a: Any, *arguments: Any, dim: int | None = None, **_: Any) -> Value:
-    value = flow.value(a)
-    asked = [argument for argument in arguments if type(argument) is int]
-    place = axis(dim if dim is not None else asked[0] if asked else -1, len(value.dims))
-    ordered = moved_within(value, {place} if value.dims else set())
-    return replace(unknown(ordered.dims, dtype_of(node)), rows=ordered.rows)
 
 
 @rule("aten.topk.default")

@@ -79,11 +79,6 @@ def _overflowing_power(base: float, exponent: float) -> float:
         return math.inf
 
 
-@rule("aten.square.default")
-def square(flow: Flow, node: Node, a: Any) -> Value:
-    return power(flow, node, a, 2)
-
-
 @rule("aten.reciprocal.default")
 def reciprocal(flow: Flow, node: Node, a: Any) -> Value:
     (x,) = operands(flow, dtype_of(node), a)

@@ -78,7 +78,7 @@ def _sum_fits(value: Value, count: float) -> bool:
     return value.finite and intervals.is_finite(intervals.rounded((0.0, largest), value.dtype))
 
 
-@rule("aten.nansum.default", "aten.nansum.dim_IntList")
+@rule("aten.nansum.default")
 def nansum(flow: Flow, node: Node, a: Any, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Value:
     return replace(reduced(as_dtype(flow.value(a), dtype_of(node)), dim, keepdim, node, _zero), broken=False)
 
@@ -206,12 +206,12 @@ def logsumexp(flow: Flow, node: Node, a: Any, dim: Dims, keepdim: bool = False) 
     return reduced(flow.value(a), dim, keepdim, node, lambda _: False)
 
 
-@rule("aten._softmax.default", "aten.softmax.int", "aten._safe_softmax.default")
+@rule("aten._softmax.default", "aten._safe_softmax.default")
 def softmax(flow: Flow, node: Node, a: Any, dim: int, *_: Any, **__: Any) -> Value:
     return _normalised(flow, node, a, dim, (0.0, 1.01))
 
 
-@rule("aten._log_softmax.default", "aten.log_softmax.int")
+@rule("aten._log_softmax.default")
 def log_softmax(flow: Flow, node: Node, a: Any, dim: int, *_: Any, **__: Any) -> Value:
     return _normalised(flow, node, a, dim, (-math.inf, 0.01))
 

@@ -14,7 +14,7 @@ from gradprune.passes.flow import Flow, Node
 from gradprune.passes.intervals import ANY, MANY
 from gradprune.passes.registry import rule
 from gradprune.passes.rules.choice import picked_by_condition
-from gradprune.passes.rules.gathers import padded_right, same_positions
+from gradprune.passes.rules.gathers import index_mask, same_positions
 from gradprune.passes.rules.numbers import converted
 from gradprune.passes.rules.slices import extent, mixed, shifted_into, slice_start
 from gradprune.passes.transfer import (
@@ -175,7 +175,7 @@ def index_put(flow: Flow, node: Node, a: Any, indices: Sequence[Any], source: An
     result = (_accumulated if accumulate else _replaced)(flow, node, parts, *given)
     if len(indices) != 1 or given[0].meta["val"].dtype != torch.bool:
         return result
-    mask = padded_right(flow.value(given[0]), len(value.dims))
+    mask = index_mask(flow.value(given[0]), value.dims)
     return _or_masked(result, _put_where(value, mask, written, accumulate))
 
 

@@ -102,7 +102,7 @@ def _selected(flow: Flow, index: Any, size: Size) -> Size | None:
     return position if low >= 0 else plus(size, position) if high < 0 else None
 
 
-@rule("aten.split.Tensor", "aten.split_copy.Tensor", "aten.unsafe_split.Tensor", "aten.chunk.default")
+@rule("aten.split.Tensor", "aten.split_copy.Tensor", "aten.unsafe_split.Tensor")
 def split(flow: Flow, node: Node, a: Any, _: Any, dim: int = 0) -> tuple[Value, ...]:
     return _pieces(flow.value(a), node, dim)
 
@@ -159,7 +159,7 @@ def _own_reach(value: Value) -> Reach | None:
     return Reach(intervals.magnitude(value.bounds)) if value.finite else value.reach
 
 
-@rule("aten.cat.default", "aten.concat.default")
+@rule("aten.cat.default")
 def cat(flow: Flow, node: Node, tensors: Sequence[Any], dim: int = 0) -> Value:
     """Each part sits at its offset; a fact of one part survives where the others equal the same number anyway."""
     joined = [tensor for tensor in tensors if not _is_legacy_empty(tensor, node)]

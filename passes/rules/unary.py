@@ -88,7 +88,6 @@ FUNCTIONS: Final[Mapping[str, Elementwise]] = {
     "sigmoid": Elementwise({0: 0.5, INF: 1, -INF: 0}, _sigmoid, (0.0, 1.0)),
     "logit": Elementwise({0.5: 0}, domain=None),
     "relu": Elementwise(lambda x: max(x, 0), lambda x: max(x, 0.0), NONNEGATIVE),
-    "relu6": Elementwise(lambda x: min(max(x, 0), 6), range=(0.0, 6.0)),
     "gelu": Elementwise({0: 0}, domain=None),
     "silu": Elementwise({0: 0}, domain=None),
     "mish": Elementwise({0: 0}, domain=None),
@@ -97,7 +96,6 @@ FUNCTIONS: Final[Mapping[str, Elementwise]] = {
     "softplus": Elementwise({}, domain=None),
     "elu": Elementwise({0: 0}, domain=None),
     "celu": Elementwise({0: 0}, domain=None),
-    "selu": Elementwise({0: 0}, domain=None),
     "leaky_relu": Elementwise({0: 0}, domain=None),
     "softshrink": Elementwise({0: 0}, domain=None),
     "hardshrink": Elementwise({0: 0}, domain=None),
@@ -109,7 +107,6 @@ FUNCTIONS: Final[Mapping[str, Elementwise]] = {
     "deg2rad": Elementwise({0: 0}, domain=None),
     "rad2deg": Elementwise({0: 0}, domain=None),
     "digamma": Elementwise({}, domain=None),
-    "i0": Elementwise({0: 1}, domain=None),
 }
 _EXACT_BOUNDS: Final = frozenset({"relu", "floor", "ceil", "trunc", "round"})
 

@@ -23,7 +23,7 @@ from gradprune.passes.affine import (
 from gradprune.passes.domain import Value
 from gradprune.passes.flow import Flow, Node
 from gradprune.passes.registry import rule
-from gradprune.passes.transfer import also_reading, axis, forgotten, remapped, scattered
+from gradprune.passes.transfer import axis, forgotten, remapped, scattered
 
 
 @rule(
@@ -32,12 +32,9 @@ from gradprune.passes.transfer import also_reading, axis, forgotten, remapped, s
     "aten.detach.default",
     "aten.detach_copy.default",
     "aten.clone.default",
-    "aten.contiguous.default",
     "aten.lift_fresh.default",
     "aten.lift_fresh_copy.default",
-    "aten.positive.default",
     "prims.device_put.default",
-    "aten._conj.default",
 )
 def same(flow: Flow, node: Node, a: Any, *_: Any, **__: Any) -> Value:
     return flow.value(a)
@@ -66,7 +63,7 @@ def squeeze(flow: Flow, node: Node, a: Any, dim: int | Sequence[int] | None = No
     return remapped(value, [group for place, group in enumerate(value.dims) if place not in places or group])
 
 
-@rule("aten.expand.default", "aten.expand_copy.default", "aten.broadcast_to.default")
+@rule("aten.expand.default", "aten.expand_copy.default")
 def expand(flow: Flow, node: Node, a: Any, *_: Any, **__: Any) -> Value:
     value = flow.value(a)
     shape = node.meta["val"].shape
@@ -81,12 +78,10 @@ def permute(flow: Flow, node: Node, a: Any, order: Sequence[int]) -> Value:
     return remapped(value, [value.dims[place] for place in order])
 
 
-@rule("aten.transpose.int", "aten.transpose_copy.int", "aten.t.default", "aten.t_copy.default", "aten.numpy_T.default")
+@rule("aten.transpose.int", "aten.transpose_copy.int", "aten.t.default", "aten.t_copy.default")
 def transpose(flow: Flow, node: Node, a: Any, first: int = 0, second: int = 1) -> Value:
     value = flow.value(a)
     dims = list(value.dims)
-    if "numpy_T" in str(node.target):
-        return remapped(value, dims[::-1])
     if len(dims) >= 2 or "transpose" in str(node.target):
         first, second = axis(first, len(dims)), axis(second, len(dims))
         if dims:
@@ -100,7 +95,6 @@ def transpose(flow: Flow, node: Node, a: Any, first: int = 0, second: int = 1) -
     "aten.reshape.default",
     "aten.view_copy.default",
     "aten._reshape_alias.default",
-    "aten.flatten.using_ints",
     "aten._reshape_copy.default",
 )
 def view(flow: Flow, node: Node, a: Any, *_: Any) -> Value:
@@ -200,7 +194,7 @@ def diagonal(flow: Flow, node: Node, a: Any, *_: Any, **__: Any) -> Value:
     return scattered(flow.value(a), node)
 
 
-@rule("aten.repeat.default", "aten.tile.default")
+@rule("aten.repeat.default")
 def repeat(flow: Flow, node: Node, a: Any, repeats: Sequence[Any]) -> Value:
     value = flow.value(a)
     old = ((),) * (len(repeats) - len(value.dims)) + value.dims
@@ -214,13 +208,3 @@ def repeat(flow: Flow, node: Node, a: Any, repeats: Sequence[Any]) -> Value:
             dims.append(group_of(whole))
             lost.append(group)
     return remapped(value, dims, forgotten(lost))
-
-
-@rule("aten.repeat_interleave.self_int", "aten.repeat_interleave.self_Tensor")
-def repeat_interleave(flow: Flow, node: Node, a: Any, repeats: Any, *_: Any, **__: Any) -> Value:
-    return also_reading(flow, scattered(flow.value(a), node), *[repeats] * isinstance(repeats, Node))
-
-
-@rule("aten.movedim.int", "aten.movedim.intlist")
-def movedim(flow: Flow, node: Node, a: Any, *_: Any) -> Value:
-    return scattered(flow.value(a), node)
