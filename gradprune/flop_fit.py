@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
@@ -17,22 +17,24 @@ REDUNDANT = 2
 class BatchShape:
     """Key of a microbatch: the shapes of its tensors, and the real lengths of its sequences where the CPU knows them.
 
+    program: whatever else tells programs apart, such as names of tensors or of models.
     Equal keys have equal FLOPs; unlike other hashable keys, this one lets `FlopMeter` conclude from one to another.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...] | None = None
+    program: Hashable = None
 
     @classmethod
-    def of(cls, leaves: Iterable[Any], lengths: Sequence[int] | None = None) -> BatchShape:
+    def of(cls, leaves: Iterable[Any], lengths: Sequence[int] | None = None, program: Hashable = None) -> BatchShape:
         """From the leaves of a batch; what has no ``shape`` is passed over."""
         shapes = tuple(tuple(leaf.shape) for leaf in leaves if hasattr(leaf, "shape"))
-        return cls(shapes, None if lengths is None else tuple(lengths))
+        return cls(shapes, None if lengths is None else tuple(lengths), program)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Batches of one kind have tensors of the same ranks: their FLOPs are one function of the sizes."""
-        return (*(len(shape) for shape in self.shapes), self.lengths is None)
+        """Batches of one kind run one program on tensors of the same ranks: their FLOPs are a function of the sizes."""
+        return (*(len(shape) for shape in self.shapes), self.lengths is None, self.program)
 
     def features(self) -> tuple[int, ...]:
         """The sizes that FLOPs of a transformer are linear in: each size, elements, elements times length, and over

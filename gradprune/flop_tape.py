@@ -38,11 +38,12 @@ class Operator:
 
 @dataclass
 class Tape:
-    """The counted calls of one microbatch. `saw_backward` is set when its backward has begun."""
+    """The counted calls of one microbatch. awaits_backward: hooks are set; saw_backward: they have begun to fire."""
 
     forward: list[Operator] = field(default_factory=list)
     backward: list[Operator] = field(default_factory=list)
     recompute: list[Operator] = field(default_factory=list)
+    awaits_backward: bool = False
     saw_backward: bool = False
 
     def measured(self) -> Phases:
@@ -128,6 +129,7 @@ def record_forward(tape: Tape) -> Iterator[None]:
 
 def record_backward(tape: Tape, loss: torch.Tensor) -> None:
     """Write the counted operators of every later backward through `loss` on `tape`. Changes no graph and no value."""
+    tape.awaits_backward = True
     marks, seen, pending = _Marks(seed_by_attribute=False), set(), [loss.grad_fn]
     while pending:
         node = pending.pop()

@@ -74,3 +74,4 @@ def test_shapes_are_read_from_whatever_has_one():
         shape = (2, 3)
 
     assert BatchShape.of([Tensor(), 4, "name", None, Tensor()], [3, 3]) == BatchShape(((2, 3), (2, 3)), (3, 3))
+    assert BatchShape.of([Tensor()], program="a").kind != BatchShape.of([Tensor()], program="b").kind

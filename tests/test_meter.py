@@ -141,6 +141,18 @@ def test_report_adds_up_by_kind_and_fate():
     assert meter.report().total == 0 and not meter.wants("k")
 
 
+def test_a_live_forward_that_came_out_dead_is_counted_again_when_live():
+    # 3 x 4 times 4 x 4: 96 FLOPs a product, one gradient
+    weight, meter = torch.randn(4, 4, requires_grad=True), FlopMeter()
+    with meter.counting_forward("k"):
+        (torch.ones(3, 4) @ weight).sum()
+    assert meter.wants("k") and not meter.wants("k", dead=True)
+    loss = count_live(meter, "k", lambda: (torch.ones(3, 4) @ weight).sum())
+    assert not meter.wants("k")  # though its backward is still to come
+    loss.backward()
+    assert meter.cost("k").phases == Phases(96, 96) and meter.cost("k").exact
+
+
 def test_says_what_it_could_not_count():
     meter = FlopMeter()
     meter.live("never counted", 5)
