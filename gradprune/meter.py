@@ -80,7 +80,7 @@ class FlopMeter:
     def wants(self, key: Hashable, dead: bool = False) -> bool:
         """Whether the coming microbatch should be counted: its cost is not known yet, or only from a dead forward."""
         live = self._live_tapes.get(key)
-        if live is not None and (dead or live.awaits_backward) or (dead and key in self._dead_tapes):
+        if (live is not None and (dead or live.awaits_backward)) or (dead and key in self._dead_tapes):
             return False
         return len(self._live_tapes) + len(self._dead_tapes) < MAX_COUNTED and self._predict(key) is None
 
