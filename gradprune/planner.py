@@ -60,11 +60,7 @@ class StepPlan:
         if group_size is None:
             return plan
         rows = sum(len(item.samples) for item in plan.ranks[0])
-        groups = read_groups(rows, group_size)
-        values = read_array("advantages", advantages)
-        if groups is None or len(values) != rows:
-            raise PlanError("group_size needs one row of advantages a sequence: pass advantages as [R] or [R, T]")
-        return replace(plan, uniform=uniform_groups(values, groups, rewards))
+        return replace(plan, uniform=_find_uniform(advantages, read_groups(rows, group_size), rewards, False))
 
     @classmethod
     def from_factors(
@@ -118,29 +114,24 @@ class StepPlan:
         steps: optimizer steps that the rollout is used for, as many equal slices, or the step [R] of each sequence.
 
         normaliser, rows_coupled: what the loss does; see `probe.probe_normaliser`. A loss that couples rows is never
-        re-packed, and one that divides by a number of its microbatch only with ``tier="reordering"``: the plan then is
-        another weighting of the sequences, although pruning it is exact.
+        re-packed; one that divides by a number of its microbatch only with ``tier="reordering"``, as another weighting.
 
         Where there are fewer sequences than ranks, the others get a one-token dead filler. Raises PlanError.
         """
-        repacking = Repacking(normaliser, rows_coupled, tier)
+        notes = Repacking(normaliser, rows_coupled, tier).notes()
         if memory is not None and token_budget is not None:
             limits.setdefault("dead_token_budget", memory.dead_token_budget(token_budget))
         rules = Limits(ranks=ranks, token_budget=token_budget, **limits)
         known = read_lengths(lengths)
         factors = {"advantages": advantages} if mask is None else {"advantages": advantages, "mask": mask}
         dead = zero_rows(factors, known)
-        uniform = _find_uniform(advantages, len(dead), group_size, groups, rewards, snap_uniform)
-        for group in uniform:
-            if group.snapped:
-                dead[list(group.rows)] = True
-        kept = read_groups(len(dead), group_size if groups is None else groups) if keep_groups else None
-        if keep_groups and kept is None:
-            raise PlanError("keep_groups needs groups: pass group_size, or groups, one id a row")
-        product = " * ".join(factors)
-        rows, balance = assemble(known, dead, cost, rules, None if kept is None else kept[0], steps, product)
-        notes = (*repacking.notes(), *_snap_note(uniform))
-        return cls(rows, tuple(factors), int(known[dead].sum()), uniform, notes, balance)
+        found = _find_groups(len(dead), group_size, groups, keep_groups or snap_uniform or rewards is not None)
+        uniform = _find_uniform(advantages, found, rewards, snap_uniform)
+        if snap_uniform:
+            dead[[row for group in uniform for row in group.rows]] = True
+        kept = found[0] if keep_groups and found else None
+        rows, balance = assemble(known, dead, cost, rules, kept, steps, " * ".join(factors))
+        return cls(rows, tuple(factors), int(known[dead].sum()), uniform, (*notes, *_snap_note(uniform)), balance)
 
     @property
     def steps(self) -> tuple[StepPlan, ...]:
@@ -243,22 +234,27 @@ def _head(rows: Iterable[tuple[int, PlannedMicrobatch]]) -> list[tuple[int, Plan
     return [row for row, _ in zip(rows, range(_SHOWN))]
 
 
-def _find_uniform(
-    advantages: Any, rows: int, group_size: int | None, groups: Any, rewards: Any, snap: bool
-) -> tuple[UniformGroup, ...]:
+_Groups = tuple[np.ndarray, tuple[int | str, ...]]
+
+
+def _find_groups(rows: int, group_size: int | None, groups: Any, needed: bool) -> _Groups | None:
     if group_size is not None and groups is not None:
         raise PlanError("both group_size and groups were passed: pass one of them")
     found = read_groups(rows, group_size if groups is None else groups)
-    if found is None:
+    if found is None and needed:
+        raise PlanError("keep_groups, snap_uniform and rewards need groups: pass group_size, or groups, one id a row")
+    return found
+
+
+def _find_uniform(advantages: Any, groups: _Groups | None, rewards: Any, snap: bool) -> tuple[UniformGroup, ...]:
+    if groups is None:
+        return ()
+    values, rows = read_array("advantages", advantages), len(groups[0])
+    if len(values) != rows:  # packed: rows have no one value to compare
         if snap or rewards is not None:
-            raise PlanError("snap_uniform and rewards need groups: pass group_size, or groups, one id a row")
+            raise PlanError(f"uniform groups need one row of advantages a sequence, {rows}: pass them as [R] or [R, T]")
         return ()
-    values = read_array("advantages", advantages)
-    if len(values) != rows:
-        if snap:
-            raise PlanError(f"snap_uniform needs one row of advantages a sequence, {rows}: pass them as [R] or [R, T]")
-        return ()
-    return tuple(replace(group, snapped=snap) for group in uniform_groups(values, found, rewards))
+    return tuple(replace(group, snapped=snap) for group in uniform_groups(values, groups, rewards))
 
 
 def _snap_note(uniform: tuple[UniformGroup, ...]) -> tuple[str, ...]:

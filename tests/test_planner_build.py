@@ -213,6 +213,20 @@ def test_lockstep_splits_packs_before_it_fills():
     assert plan.balance.waiting <= 1.02 * plan.balance.slowest
 
 
+def test_a_dead_pack_that_runs_live_keeps_to_the_live_budget():
+    """28 live rows of 1 and 4 dead rows of up to 9 on two ranks in lockstep, one microbatch each: the dead ones have to
+    run live, and their rectangle of 36 tokens is too large for that."""
+    rollout = {"lengths": [1] * 28 + [9, 1, 1, 1], "advantages": [1.0] * 28 + [0.0] * 4}
+    limits = {"padded": True, "lockstep": True, "dead_token_budget": 400}
+    plan = build(**rollout, **limits, token_budget=36, num_microbatches=1)
+    assert [(item.dead, item.tokens) for item in plan.microbatches] in (
+        [(False, 28), (False, 36)],
+        [(False, 36), (False, 28)],
+    )
+    with pytest.raises(PlanError, match="make 3 microbatches for 2 ranks: pass num_microbatches=2"):
+        build(**rollout, **limits, token_budget=32, num_microbatches=1)
+
+
 def test_fewer_sequences_than_ranks_gives_dead_fillers_of_one_token():
     plan = build([5, 7], [1.0, 0.0], ranks=4)
     fillers = [item for item in plan.microbatches if item.filler]
@@ -265,11 +279,11 @@ def test_keeps_a_group_of_equal_advantages_and_unequal_rewards():
         ({"advantages": [1.0, 2.0, 3.0]}, "advantages has 3 rows, lengths has 2"),
         ({"advantages": torch.empty(2, device="meta")}, r"pass advantages\.cpu\(\)"),
         ({"group_size": 3}, "advantages has 2 rows, group_size is 3: pass whole groups, or group_size=2"),
-        ({"keep_groups": True}, "keep_groups needs groups"),
+        ({"keep_groups": True}, "keep_groups, snap_uniform and rewards need groups"),
         ({"lengths": [40, 40], "group_size": 2, "keep_groups": True}, "group 0 has 80 tokens, token_budget is 64"),
         ({"groups": [0]}, r"groups has shape \[1\]"),
         ({"groups": [0, 1], "group_size": 1}, "both group_size and groups"),
-        ({"snap_uniform": True}, "need groups"),
+        ({"snap_uniform": True}, "snap_uniform and rewards need groups"),
         ({"rewards": [1.0], "group_size": 2}, r"rewards has shape \[1\]"),
         ({"ranks": 0}, "ranks is 0"),
         ({"ranks": 1.5}, "ranks is 1.5"),
