@@ -241,10 +241,10 @@ class LiveRun:
     """The microbatch as if nothing were wrapped. again: after a run that was in vain."""
 
     def __init__(
-        self, pruner: Pruner, microbatch: Microbatch, why: Live, counting: _Counting | None = None, again: bool = False
+        self, pruner: Pruner, microbatch: Microbatch, why: Live, again: bool = False
     ) -> None:
         self._pruner, self._microbatch, self._why, self._again = pruner, microbatch, why, again
-        self._counting = counting or _Counting(pruner.meter, microbatch, dead=False)
+        self._counting = _Counting(pruner.meter, microbatch, dead=False)
 
     def segment(self) -> AbstractContextManager[None]:
         if self._again:
@@ -264,7 +264,8 @@ class WatchedRun:
     def __init__(self, pruner: Pruner, microbatch: Microbatch) -> None:
         self._pruner, self._microbatch = pruner, microbatch
         self._observed = ObservedRun(microbatch.models, microbatch.named)
-        self._counting = _Counting(pruner.meter, microbatch, dead=False)
+        # As a dead one: where it is cut off from its graph, no backward will be seen.
+        self._counting = _Counting(pruner.meter, microbatch, dead=True)
 
     @contextmanager
     def segment(self) -> Iterator[None]:
@@ -294,7 +295,7 @@ class WatchedRun:
         assert isinstance(refusal, Refusal)
         self._pruner.refused(refusal)
         why = Live(f"not proved: {refusal.reasons[0]}")
-        return LiveRun(self._pruner, self._microbatch, why, self._counting).finish(output)
+        return LiveRun(self._pruner, self._microbatch, why).finish(output)
 
 
 class PrunedRun:
