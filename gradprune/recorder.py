@@ -20,6 +20,7 @@ from gradprune.errors import TraceError
 from gradprune.frames import user_line
 from gradprune.ledger import Ledger
 from gradprune.tape import Entry, Leaf, Ref, Size, Tape, autocast_state, kind_of, tensors_in
+from gradprune.trace.modes import suspended
 
 #: Calls whose ints are sizes, counts or scalars, never dimension numbers: only there is an int read as a size.
 _SIZED = frozenset(
@@ -50,9 +51,11 @@ class CallObserver(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Calls made inside are not observed."""
         self._paused += 1
         try:
-            yield
+            with suspended(self):
+                yield
         finally:
             self._paused -= 1
 
@@ -60,10 +63,15 @@ class CallObserver(TorchFunctionMode):
         return self.call(func, getattr(func, "__name__", str(func)), args, kwargs or {})
 
     def call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-        if self._paused or name in _QUERIES:
+        if self._paused:
+            return func(*args, **kwargs)
+        if name in _QUERIES:
             return func(*plain(args), **plain(kwargs))
-        with self.paused():
+        self._paused += 1
+        try:
             return self.observe(func, name, args, kwargs)
+        finally:
+            self._paused -= 1
 
     def observe(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError

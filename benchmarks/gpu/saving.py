@@ -1,0 +1,220 @@
+"""Question 1: does pruning save what the arithmetic allows? Interleaved arms, Megatron-Core or transformers.
+
+    python benchmarks/gpu/saving.py --model megatron --recompute --out results.json
+
+Arms: unpruned; gradprune; skip (reads each microbatch's advantages on the device and leaves the loop's body); dropped
+(only the live rows are in the data). Limit = dead share * (1 - time of a no-grad forward / time of a live microbatch),
+all from the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from qwen import (
+    TINY,
+    Batch,
+    Shape,
+    forward_step,
+    hugging_face_model,
+    hugging_face_step,
+    make_batches,
+    megatron_model,
+    run_megatron,
+    start_megatron,
+)
+
+import gradprune
+
+ZERO = "advantages * loss_mask"
+
+
+class Megatron:
+    """Megatron's schedule over a GPTModel."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, recompute: bool, device: str) -> None:
+        start_megatron()
+        self.model, _ = megatron_model(shape, dtype, recompute)
+        self.step: Any = forward_step
+
+    def run(self, step: Any, batches: Any, count: int) -> None:
+        run_megatron(step, batches, count, self.model)
+
+    def forward(self, batches: Sequence[Batch]) -> None:
+        run_megatron(self.step, batches, len(batches), self.model, forward_only=True)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.main_grad.clone() for name, parameter in self.model.named_parameters()}
+
+
+class HuggingFace:
+    """A plain loop over a Qwen3ForCausalLM."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, recompute: bool, device: str) -> None:
+        self.model = hugging_face_model(shape, dtype, recompute, device)
+        self.step: Any = hugging_face_step
+
+    def run(self, step: Any, batches: Any, count: int) -> None:
+        self.model.zero_grad(set_to_none=False)
+        for batch in batches:
+            loss, _ = step(self.model, batch)
+            (loss / count).backward()
+
+    def forward(self, batches: Sequence[Batch]) -> None:
+        with torch.no_grad():
+            for batch in batches:
+                self.step(self.model, batch)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+
+def plan_of(batches: Sequence[Batch], dead: set[int]) -> gradprune.StepPlan:
+    """The plan as a trainer makes it on the CPU, before the batches go to the device."""
+    rows = len(batches[0]["advantages"])
+    advantages = torch.cat([torch.zeros(rows) if i in dead else torch.ones(rows) for i in range(len(batches))])
+    return gradprune.StepPlan.from_rollout(advantages, None, rows)
+
+
+def arms(trainer: Any, pruned: Any, batches: Sequence[Batch], dead: set[int]) -> dict[str, Callable[[], None]]:
+    count = len(batches)
+    live = [batch for index, batch in enumerate(batches) if index not in dead]
+
+    def skip() -> None:
+        # What people write by hand; in a pipeline schedule it means to ask the device while the data is prepared.
+        kept = [batch for batch in batches if batch["advantages"].any().item()]
+        if kept:
+            trainer.run(trainer.step, kept, len(kept))
+
+    def dropped() -> None:
+        if live:
+            trainer.run(trainer.step, live, len(live))
+
+    return {
+        "unpruned": lambda: trainer.run(trainer.step, batches, count),
+        "gradprune": lambda: trainer.run(pruned, plan_of(batches, dead).bind(batches), count),
+        "skip": skip,
+        "dropped": dropped,
+    }
+
+
+def timed(call: Callable[[], None]) -> float:
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = TINY if args.tiny else Shape(layers=args.layers)
+    kind = Megatron if args.model == "megatron" else HuggingFace
+    trainer = kind(shape, getattr(torch, args.dtype), args.recompute, device)
+    pruned = gradprune.compile(trainer.step, zero=ZERO)
+    dead_sets = {share: set(range(round(share * args.microbatches))) for share in args.shares}
+    data = {
+        share: make_batches(args.microbatches, args.tokens, dead, shape.vocabulary, device)
+        for share, dead in dead_sets.items()
+    }
+    chosen = {share: arms(trainer, pruned, data[share], dead_sets[share]) for share in args.shares}
+    first = args.shares[0]
+    chosen[max(args.shares)]["gradprune"]()  # proves, and warms up
+    chosen[first]["unpruned"]()
+    trainer.forward(data[first])
+    times: dict[tuple[float, str], list[float]] = {}
+    forward: list[float] = []
+    for _ in range(args.repeats):
+        forward.append(timed(lambda: trainer.forward(data[first])) / args.microbatches)
+        for share in args.shares:
+            for name, call in chosen[share].items():
+                times.setdefault((share, name), []).append(timed(call))
+    live = median(t for (_, name), ts in times.items() if name == "unpruned" for t in ts) / args.microbatches
+    rows = [row(share, args.microbatches, live, median(forward), times) for share in args.shares]
+    decisions = pruned.explain()
+    return {
+        "question": "saving against the limit",
+        "model": args.model,
+        "recompute": args.recompute,
+        "layers": shape.layers,
+        "tokens": args.tokens,
+        "microbatches": args.microbatches,
+        "dtype": args.dtype,
+        "repeats": args.repeats,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "live_ms": 1e3 * live,
+        "no_grad_forward_ms": 1e3 * median(forward),
+        "dead_microbatches": decisions.dead,
+        "rows": rows,
+    }
+
+
+def row(
+    share: float, count: int, live: float, forward: float, times: dict[tuple[float, str], list[float]]
+) -> dict[str, Any]:
+    unpruned = median(times[share, "unpruned"])
+    pairs = [a / b for a, b in zip(times[share, "gradprune"], times[share, "unpruned"])]
+    limit = share * (1 - forward / live)
+    saving = 1 - median(pairs)
+    return {
+        "dead_share": share,
+        **{f"{name}_ms": 1e3 * median(times[share, name]) for name in ("unpruned", "gradprune", "skip", "dropped")},
+        "unpruned_spread": (max(times[share, "unpruned"]) - min(times[share, "unpruned"])) / unpruned,
+        "limit": limit,
+        "saving": saving,
+        "saving_over_limit": saving / limit if limit else None,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        f"{result['model']}, {result['layers']} layers, {result['tokens']} tokens x {result['microbatches']}, "
+        f"{result['dtype']}, recompute {result['recompute']}, {result['device']}, torch {result['torch']}",
+        f"live microbatch {result['live_ms']:.1f} ms, no-grad forward {result['no_grad_forward_ms']:.1f} ms",
+        " dead   unpruned  gradprune       skip    dropped   limit  saving   ratio",
+    ]
+    for item in result["rows"]:
+        ratio = item["saving_over_limit"]
+        lines.append(
+            f"{item['dead_share']:>5.0%} "
+            + " ".join(f"{item[f'{name}_ms']:>7.0f} ms" for name in ("unpruned", "gradprune", "skip", "dropped"))
+            + f" {item['limit']:>7.1%} {item['saving']:>7.1%} "
+            + (f"{ratio:>7.3f}" if ratio is not None else "      -")
+        )
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["megatron", "hugging_face"], default="megatron")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--microbatches", type=int, default=10)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0, 0.3, 0.6, 0.9, 1])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a model for a CPU, to test this script")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    found = measure(arguments)
+    print(table(found), flush=True)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
