@@ -16,7 +16,7 @@ from gradprune.boundary import Boundary, float_leaves, replace, trainable_module
 from gradprune.checks import failure
 from gradprune.dead import Delivery
 from gradprune.facts import Condition, Verdict
-from gradprune.graphs import reached_leaves
+from gradprune.graphs import Arrivals, reached_leaves
 from gradprune.proofs import Proof, weak
 from gradprune.recorder import Recorder
 from gradprune.tape import Tape
@@ -54,7 +54,7 @@ class ObservedRun:
 
     @contextmanager
     def segment(self) -> Iterator[None]:
-        with self._boundary.hooked(), self._recorder.observing():
+        with self._recorder.observing(), self._boundary.hooked():
             yield
 
     def _output(self, name: str, output: Any) -> Any:
@@ -77,11 +77,28 @@ class ObservedRun:
         """A verdict on `tape`, with what a dead run needs to know of this run."""
         entries = self._boundary.entries
         written = [buffer for buffer, before in self._buffers if not torch.equal(buffer, before)]
-        reached = weak(reached_leaves(loss, entries))
+        reached, more = reached_leaves(loss)
         wide = sum(map(torch.Tensor.numel, self._returned)) > _WIDE * max(
             map(torch.Tensor.numel, self._named), default=0
         )
-        return Proof(verdict, tape, admission, weak(entries), reached, weak(written), self._recorder.communicates, wide)
+        return Proof(
+            verdict,
+            tape,
+            admission,
+            weak(entries),
+            weak(reached),
+            weak(written),
+            self._recorder.communicates,
+            wide,
+            Arrivals(_others(entries, reached)) if more else None,
+        )
+
+
+def _others(modules: Iterable[torch.nn.Module], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The trainable parameters of `modules` that are not among `known`."""
+    seen = {id(tensor) for tensor in known}
+    parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())
+    return [parameter for parameter in parameters if parameter.requires_grad and id(parameter) not in seen]
 
 
 class DeadRun:
@@ -119,7 +136,7 @@ class DeadRun:
 
     @contextmanager
     def segment(self) -> Iterator[None]:
-        with self._boundary.hooked(), self._watch.observing():
+        with self._watch.observing(), self._boundary.hooked():
             yield
 
     @property
