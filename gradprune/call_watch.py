@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import _pop_mode, _push_mode
 
 from gradprune.calls import (
+    COMPARISONS,
     READS,
     Numbers,
     PausableMode,
@@ -16,10 +20,12 @@ from gradprune.calls import (
     flatten,
     function_name,
     is_computation,
+    read_key,
     tensors_in,
 )
 from gradprune.formulas import evaluate, symbols_of
 from gradprune.joint import Call, CallStream, Layout
+from gradprune.trace.standins import watching_compiled, watching_functions, watching_scripted
 
 Result = Callable[[torch.Tensor], None]
 
@@ -52,8 +58,8 @@ class CallWatch(PausableMode):
         self._place = {layout.name: number for number, layout in enumerate(streams[0].leaves)} if streams else {}
         self.numbers = Numbers(len(self._place))
         self._values: list[dict[str, Any]] = [{} for _ in streams]
-        self._readable = [{place: name for name, place in stream.reads.items()} for stream in streams]
-        self._read: dict[int, int] = {}
+        self._symbols = [_inverse(stream.reads) for stream in streams]
+        self._read: dict[tuple[Any, ...], int] = {}
         self._leaf_storages: dict[int, str] = {}
         self._position = 0
         if isinstance(leaves, Mapping):
@@ -68,22 +74,59 @@ class CallWatch(PausableMode):
         self.numbers.bind(tensor, number)
         self._keep(lambda stream, values: self._leaf_differs(stream, stream.leaves[number], tensor, values))
 
+    def __enter__(self) -> CallWatch:
+        self._hooks = contextlib.ExitStack()
+        self._hooks.enter_context(watching_functions(self._enter_function))
+        self._hooks.enter_context(watching_scripted(self._enter_scripted))
+        self._hooks.enter_context(watching_compiled(self._enter_compiled))
+        self._entered = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.close()
+        if self._entered:
+            self._entered = False
+            super().__exit__(*error)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._pauses or not self._alive:
             return func(*args, **kwargs)
-        mode = (torch.is_grad_enabled(), autocast_state())
+        mode = _mode()
         result = func(*args, **kwargs)
         if is_computation(func, result):
             self._compare(function_name(func), args, kwargs, mode, result)
-        elif func in READS and self._streams[self._alive[0]].reads:
-            self._take_read(args[0], result)
+        elif func in READS or func in COMPARISONS:
+            self._take_read(read_key(self.numbers, func, args), args[0]._version, result)
         return result
 
-    def compare_function(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Compares the entry into a ``torch.autograd.Function``, whose forward follows call by call."""
+    def _enter_function(self, cls: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Compares the entry into an ``autograd.Function``, whose forward follows call by call."""
         if not self._pauses and self._alive:
-            self._compare(name, args, kwargs, (torch.is_grad_enabled(), autocast_state()), None)
+            self._compare(f"{cls.__module__}.{cls.__qualname__}.apply", args, {}, _mode(), None)
+        return args
+
+    def _enter_scripted(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mode = _mode()
+        result = function(*args, **kwargs)
+        if not self._pauses and self._alive:
+            self._compare(name, args, kwargs, mode, result)
+        return result
+
+    def _enter_compiled(self) -> None:
+        """A function under ``torch.compile`` must not meet this mode: it would be compiled into it, or fail to be."""
+        if self._pauses and self._alive:
+            return
+        self.give_up("a function under torch.compile runs, and its calls cannot be seen")
+        above = []
+        while self._entered:
+            mode = _pop_mode()
+            self._entered = mode is not self
+            if mode is not self:
+                above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def give_up(self, difference: str) -> None:
         """The run does something that cannot be compared."""
@@ -171,14 +214,12 @@ class CallWatch(PausableMode):
                 return f"{call.function} gives a tensor of shape {tuple(tensor.shape)}, recorded was {_short(sizes)}"
         return ""
 
-    def _take_read(self, tensor: torch.Tensor, result: Any) -> None:
+    def _take_read(self, key: tuple[Any, ...], version: int, result: Any) -> None:
         """Notes the value of data that the program reads, for the symbols that stand for it."""
-        number = self.numbers.of(tensor)[0]
-        ambiguous = self._read.setdefault(number, tensor._version) != tensor._version
+        ambiguous = self._read.setdefault(key, version) != version
         for place, value in enumerate(_numbers_in(result)):
             for index in self._alive:
-                symbol = self._readable[index].get((number, place))
-                if symbol is not None:
+                for symbol in self._symbols[index].get((key, place), ()):
                     self._values[index][symbol] = math.nan if ambiguous else value
 
     def _end_differs(self, stream: CallStream, values: dict[str, Any]) -> str:
@@ -226,8 +267,33 @@ def same_value(value: Any, recorded: Any) -> bool:
         return bool(value.type == recorded.type)
     if hasattr(value, "__array_interface__"):
         return value.dtype == recorded.dtype and value.shape == recorded.shape and value.tobytes() == recorded.tobytes()
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return same_function(value, recorded)
     same = value == recorded
     return same is True
+
+
+def same_function(value: Any, recorded: Any) -> bool:
+    """Whether two Python functions do the same: the same code, on the same values of the variables around it."""
+    if isinstance(value, types.MethodType):
+        return value.__self__ is recorded.__self__ and same_function(value.__func__, recorded.__func__)
+    if value.__code__ is not recorded.__code__:
+        return False
+    cells = zip(value.__closure__ or (), recorded.__closure__ or ())
+    return all(
+        same_value(a.cell_contents, b.cell_contents) for a, b in cells if isinstance(a.cell_contents, (int, float, str))
+    )
+
+
+def _mode() -> tuple[Any, ...]:
+    return torch.is_grad_enabled(), autocast_state()
+
+
+def _inverse(reads: Mapping[str, Any]) -> dict[Any, list[str]]:
+    places: dict[Any, list[str]] = {}
+    for name, place in reads.items():
+        places.setdefault(place, []).append(name)
+    return places
 
 
 def same_number(value: Any, expected: Any, *, exact: bool) -> bool:

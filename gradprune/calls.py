@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from gradprune.frames import user_line
 from gradprune.joint import Call
 
-#: Calls that give Python the data of a tensor.
+#: Calls that give Python the data of tensors: of one, or how two compare.
 READS = frozenset(getattr(torch.Tensor, name) for name in ("item", "tolist", "__bool__", "__int__", "__float__"))
+COMPARISONS = frozenset((torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclose))
 
 # Calls that return nothing, or nothing of torch's, and still are part of the program.
 _EFFECTS = frozenset("register_hook register_post_accumulate_grad_hook".split())
@@ -149,6 +150,12 @@ def at_line(where: Any) -> Iterator[None]:
 def current_line() -> Any:
     """The user's line that makes the current call."""
     return _line[-1] if _line else user_line(sys._getframe(1))
+
+
+def read_key(numbers: Numbers, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Names what a read gives: the values of a tensor, or how two tensors compare."""
+    kind = func.__name__ if func in COMPARISONS else "values"
+    return (kind, *(numbers.of(tensor)[0] for tensor in tensors_in(args)))
 
 
 class PausableMode(TorchFunctionMode):

@@ -65,7 +65,7 @@ class CallStream:
     leaves: the tensors that the program is given, numbered 0, 1, ... in this order.
     others: by number, the tensors that it found elsewhere.
     facts: expressions over sizes and data that are true on this path, the program's own decisions among them.
-    reads: where a symbol of these expressions comes from: its name -> (tensor number, index in the flattened value).
+    reads: where a symbol of these expressions comes from: its name -> (what was read, index in the flattened value).
     mutates: whether a call of the path changes a leaf or another tensor from outside.
     """
 
@@ -73,7 +73,7 @@ class CallStream:
     leaves: tuple[Layout, ...] = ()
     others: Mapping[int, Layout] = field(default_factory=dict)
     facts: tuple[Any, ...] = ()
-    reads: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    reads: Mapping[str, tuple[tuple[Any, ...], int]] = field(default_factory=dict)
     mutates: bool = False
 
 

@@ -52,14 +52,23 @@ def trace_joint(
         floating-point tensors get gradients. A module's name, or ``"parameters"`` for all modules, means those of its
         parameters that require grad, named ``model.layers.0.weight``.
 
-    A path on which the program itself raises is left out: the step would not train there; ``notes["raises"]`` of each
-    graph lists them. Raises TraceError, with the user's line, for a program that cannot be traced.
+    A path on which the program itself raises is left out: the step would not train there. Of each graph, ``notes`` has
+    ``loss``, the node of the loss; ``raises``, the paths left out; ``assumed``, what torch took for granted about sizes
+    that only data determines, and what a `CallWatch` checks.
+
+    Raises TraceError, with the user's line, for a program that cannot be traced.
     """
     program = Program(fn, _named_arguments(fn, args, dict(kwargs or {}), names), len(args), tuple(wrt))
+    if program.parameters() > MOST_PARAMETERS:
+        return _explore(program, max_paths, symbolic=False)
     try:
         return _explore(program, max_paths, symbolic=True)
     except TraceError:
         return _explore(program, max_paths, symbolic=False)
+
+
+#: A module with more parameter tensors than this is traced with constant sizes: symbols take four times as long.
+MOST_PARAMETERS = 64
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,10 @@ class Program:
     def call(self, values: Sequence[Any]) -> Any:
         keywords = [name for name, _ in self.arguments[self.positional :]]
         return self.function(*values[: self.positional], **dict(zip(keywords, values[self.positional :])))
+
+    def parameters(self) -> int:
+        modules = [value for _, value in self.arguments if isinstance(value, torch.nn.Module)]
+        return sum(len(list(module.parameters())) for module in modules)
 
     def differentiates(self, leaf: str) -> bool:
         return any(leaf == prefix or leaf.startswith((f"{prefix}.", f"{prefix}[")) for prefix in self.wrt)
@@ -238,7 +251,7 @@ def _finish(
         shape_env=shape_env,
         branches=tuple((str(decision), decision.where) for decision in shape_env.decisions),
         symbolic=tuple(dim for name, tensor in inputs.found.items() for dim in symbolic_dims(name, tensor)),
-        notes={"loss": output.args[0][0]},
+        notes={"loss": output.args[0][0], "assumed": tuple(map(str, shape_env.assumptions()))},
     )
 
 

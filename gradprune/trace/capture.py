@@ -24,12 +24,23 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradprune.calls import READS, CallRecorder, current_line, flatten, function_name, is_computation, tensors_in
+from gradprune.calls import (
+    COMPARISONS,
+    READS,
+    CallRecorder,
+    current_line,
+    flatten,
+    function_name,
+    is_computation,
+    read_key,
+    tensors_in,
+)
 from gradprune.errors import TraceError
 from gradprune.facts import SourceLine
 from gradprune.joint import Call, CallStream, Layout, TracedInput
+from gradprune.trace.graphs import Equality
 from gradprune.trace.shapes import BranchingShapeEnv, Sizes, data_sizes, layout_of
-from gradprune.trace.standins import SYMBOLIC
+from gradprune.trace.standins import SYMBOLIC, source_of
 from gradprune.trace.tracer import LineTracer
 from gradprune.trace.unknown import LazyList, Stopped, Unknown, filled, first_unknown
 
@@ -62,9 +73,13 @@ class TraceMode(CallRecorder):
         self._layouts: dict[str, Layout] = {}
         self._lifted_layouts: dict[int, Layout] = {}
         self._others: dict[int, Layout] = {}
-        self._reads: dict[str, tuple[int, int]] = {}
+        self._reads: dict[str, tuple[tuple[Any, ...], int]] = {}
         self._outside: set[Any] = set()
+        self._equality = Equality()
+        self._values: dict[tuple[Any, ...], Any] = {}
         self._mutates = False
+        self._inside_scripted = 0
+        self._no_grad = False
         self._starts: list[int] = []
         self._started: list[int] = []
         self._caught: list[tuple[Exception, SourceLine | None]] = []
@@ -104,35 +119,34 @@ class TraceMode(CallRecorder):
         args, kwargs = self._swap(args, where), self._swap(kwargs, where)
         if self.backward:
             return func(*args, **kwargs)
-        if name == "register_hook":
-            hook = args[1]
-            args = (args[0], lambda grad: self.in_backward(hook, (grad,)))
         return self._call(func, name, args, kwargs, where)
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any, where: SourceLine | None) -> Any:
-        operands = self.operands(args, kwargs)
-        symbols = len(self._shape_env.unbacked)
+        if (func in READS or func in COMPARISONS) and isinstance(args[0], FunctionalTensor):
+            return self._read(func, name, args, kwargs, where)
+        operands = () if self._inside_scripted else self.operands(args, kwargs)
         with self._attributed(where, is_python=not any(map(_is_array, flatten(args, kwargs)))):
             try:
-                result = self._stand_in(func, name, where)(*args, **kwargs)
+                result = _STAND_INS.get(name, func)(*self._hooked(name, args), **kwargs)
             except _NEEDS_DATA as error:
                 return self._needs_data(func, name, args, kwargs, where, error)
             except Exception as error:
                 self._caught.append((error, where))
                 raise
-        if func in READS:
-            self._note_reads(self.numbers.of(args[0])[0], symbols)
         if mutates(name, kwargs):
             self._mutates |= any(_storage(tensor) in self._outside for tensor in tensors_in((args[:1], kwargs)))
         self.record(func, operands, where, result)
         return result
 
     def record(self, func: Any, operands: tuple[tuple[Any, ...], ...], where: Any, result: Any) -> None:
-        if is_computation(func, result):
-            made = list(tensors_in(result))
-            sizes = tuple(map(data_sizes, made))
-            self.calls.append(Call(function_name(func), operands, where, sizes if any(sizes) else ()))
-            self.numbers.number_results(made)
+        if is_computation(func, result) and not self._inside_scripted:
+            self._append(function_name(func), operands, where, result)
+
+    def _append(self, name: str, operands: tuple[tuple[Any, ...], ...], where: Any, result: Any) -> None:
+        made = list(tensors_in(result))
+        sizes = tuple(map(data_sizes, made))
+        self.calls.append(Call(name, operands, where, sizes if any(sizes) else ()))
+        self.numbers.number_results(made)
 
     def enter_function(self, cls: type, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Records that an ``autograd.Function`` is applied, and replaces real tensors among its arguments."""
@@ -142,6 +156,34 @@ class TraceMode(CallRecorder):
             name = f"{cls.__module__}.{cls.__qualname__}.apply"
             self.calls.append(Call(name, self.operands(args, {}), where))
         return args
+
+    def enter_scripted(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records one call for a scripted function and traces its source: a run shows no more of it."""
+        where = current_line()
+        args, kwargs = self._swap(args, where), self._swap(kwargs, where)
+        operands = self.operands(args, kwargs)
+        with self._attributed(where, is_python=False):
+            self._inside_scripted += 1
+            try:
+                result = source_of(function)(*args, **kwargs)
+            finally:
+                self._inside_scripted -= 1
+        if not self._inside_scripted:
+            self._append(name, operands, where, result)
+        return result
+
+    @contextlib.contextmanager
+    def recording_no_grad(self) -> Iterator[None]:
+        """Calls made inside are recorded as made without gradient, as a reentrant checkpoint makes them."""
+        before, self._no_grad = self._no_grad, True
+        try:
+            yield
+        finally:
+            self._no_grad = before
+
+    def operands(self, args: tuple[Any, ...], kwargs: Any) -> tuple[tuple[Any, ...], ...]:
+        operands = super().operands(args, kwargs)
+        return (("value", False), *operands[1:]) if self._no_grad else operands
 
     def in_backward(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Runs a piece of the backward that is Python code of the user."""
@@ -194,28 +236,40 @@ class TraceMode(CallRecorder):
         self.adopt(tensor, fake)
         return fake
 
-    def _stand_in(self, func: Any, name: str, where: SourceLine | None) -> Any:
-        if name == "tolist":
-            return lambda tensor: self._values(tensor, where)
-        return _STAND_INS.get(name, func)
+    def _read(self, func: Any, name: str, args: Any, kwargs: Any, where: SourceLine | None) -> Any:
+        """A value read from a tensor; reading an equal tensor again gives the same one."""
+        equal = [self._equality.of(self._tracer.node_of(tensor)) for tensor in tensors_in(args)]
+        key = (name, *equal, repr([arg for arg in args if not isinstance(arg, torch.Tensor)]), repr(kwargs))
+        if key not in self._values:
+            first = len(self._shape_env.unbacked)
+            with self._attributed(where, is_python=False):
+                read = self._list if name == "tolist" else _STAND_INS.get(name, func)
+                self._values[key] = read(*args, **kwargs)
+            self._note_reads(read_key(self.numbers, func, args), first)
+        return self._values[key]
 
-    def _values(self, tensor: torch.Tensor, where: SourceLine | None) -> Any:
+    def _hooked(self, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of a call, a hook among them made to run as user code in the backward."""
+        if name != "register_hook":
+            return args
+        return (args[0], lambda grad: self.in_backward(args[1], (grad,)))
+
+    def _list(self, tensor: torch.Tensor) -> Any:
         if not any(free_symbols(size) for size in tensor.shape):
             return _as_list(tensor)
-        number = self.numbers.of(tensor)[0]
+        key = read_key(self.numbers, torch.Tensor.tolist, (tensor,))
 
         def fill() -> list[Any]:
             first = len(self._shape_env.unbacked)
-            with self.paused():
-                values = _as_list(tensor)
-            self._note_reads(number, first)
+            values = _as_list(tensor)
+            self._note_reads(key, first)
             return values
 
-        return LazyList(fill, where)
+        return LazyList(fill, self._tracer.where)
 
-    def _note_reads(self, number: int, first: int) -> None:
-        """Notes that the symbols made since there were `first` of them are the values of a tensor, in order."""
-        self._reads |= {symbol: (number, i) for i, symbol in enumerate(self._shape_env.unbacked[first:])}
+    def _note_reads(self, key: tuple[Any, ...], first: int) -> None:
+        """Notes that the symbols made since there were `first` of them are the values that a read gave, in order."""
+        self._reads |= {symbol: (key, i) for i, symbol in enumerate(self._shape_env.unbacked[first:])}
 
     def _unknown_call(self, func: Any, name: str, args: Any, kwargs: Any, unknown: Unknown) -> Unknown:
         if mutates(name, kwargs) and not isinstance(args[0], Unknown):

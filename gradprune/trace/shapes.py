@@ -52,7 +52,6 @@ class BranchingShapeEnv(ShapeEnv):
     def __init__(self, script: Sequence[bool]) -> None:
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, duck_shape=False)
         self.decisions: list[Decision] = []
-        self.assumptions: dict[sympy.Basic, bool] = {}
         self.unbacked: list[str] = []
         self._script = tuple(script)
         self._answers: dict[sympy.Basic, bool] = {}
@@ -72,8 +71,8 @@ class BranchingShapeEnv(ShapeEnv):
         try:
             return super().evaluate_expr(orig_expr, hint, fx_node, **kwargs)
         except GuardOnDataDependentSymNode:
+            # Torch goes on as if it did not know, and defers a check where that is not always right: see `facts`.
             if fallback_value is not None:
-                self.assumptions[orig_expr] = fallback_value
                 return sympy.sympify(fallback_value)
         if isinstance(orig_expr, (Relational, BooleanFunction)):
             return sympy.sympify(self._decide(orig_expr))
@@ -118,11 +117,15 @@ class BranchingShapeEnv(ShapeEnv):
         self.unbacked += [str(symbol) for symbol in number.node.expr.free_symbols]
         return number
 
+    def assumptions(self) -> list[sympy.Basic]:
+        """What torch took for granted about sizes that only data determines, such as that two of them are equal."""
+        return [check.expr for checks in self.deferred_runtime_asserts.values() for check in checks]
+
     def facts(self) -> tuple[sympy.Basic, ...]:
         """What is true on this path, as expressions: guards on sizes, decisions on data, and what torch assumed."""
-        answers = [(decision.question, decision.answer) for decision in self.decisions] + [*self.assumptions.items()]
+        answers = [(decision.question, decision.answer) for decision in self.decisions]
         found = [guard.expr for guard in self.guards]
-        found += [check.expr for checks in self.deferred_runtime_asserts.values() for check in checks]
+        found += self.assumptions()
         found += [question if answer else sympy.Not(question) for question, answer in answers]
         found += [symbol >= 2 for symbol in self.backed_var_to_val]  # torch takes 0 and 1 for constants
         return tuple(dict.fromkeys(found))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import math
 import random
 import sys
@@ -20,12 +21,24 @@ import numpy as np
 import torch
 import torch._functorch.utils
 import torch.utils.checkpoint
+from torch._dynamo import eval_frame
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import BackwardCFunction
 
+from gradprune.frames import is_user_file
 from gradprune.trace.unknown import Unknown, first_unknown
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class _Observer(Protocol):
+    def enter_function(self, cls: type, args: tuple[Any, ...]) -> tuple[Any, ...]: ...
+
+    def enter_scripted(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def in_backward(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any: ...
+
+    def recording_no_grad(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class _NumberType(type):
@@ -129,14 +142,17 @@ def _restore(module: dict[str, Any], replacements: dict[str, Any], before: dict[
     module.update(before)
 
 
-class _Checkpoint:
+def _checkpoint_function(observer: _Observer) -> Any:
     """Reentrant checkpointing without the recomputation: the same values, the same gradients."""
+    original = torch.utils.checkpoint.CheckpointFunction
 
-    @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        tracked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        with contextlib.nullcontext() if tracked else torch.no_grad():
-            return function(*args)
+        _, _, *given = observer.enter_function(original, (function, preserve_rng_state, *args))
+        tracked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in given)
+        with observer.recording_no_grad(), contextlib.nullcontext() if tracked else torch.no_grad():
+            return function(*given)
+
+    return types.SimpleNamespace(apply=apply)
 
 
 def _checkpoint_generator(*_: Any, **__: Any) -> Iterator[None]:
@@ -152,20 +168,6 @@ def _formatted(value: Any, spec: str) -> str:
 _OWN_METHODS = "tolist to cuda cpu char bfloat16 byte double float bool half int long to_dense __bool__".split()
 
 
-def _unscripted(scripted: Callable[..., Any]) -> Callable[..., Any]:
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        source = getattr(function, "_torchdynamo_inline", None)
-        return scripted(function, *args, **kwargs) if source is None else source(*args, **kwargs)
-
-    return call
-
-
-class _Observer(Protocol):
-    def enter_function(self, cls: type, args: tuple[Any, ...]) -> tuple[Any, ...]: ...
-
-    def in_backward(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any: ...
-
-
 @contextlib.contextmanager
 def standing_in(observer: _Observer) -> Iterator[None]:
     """Compiled and scripted functions run as Python, checkpoints do not recompute, symbols can be formatted.
@@ -179,15 +181,16 @@ def standing_in(observer: _Observer) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
-            (torch.utils.checkpoint, "CheckpointFunction", _Checkpoint),
+            (torch.utils.checkpoint, "CheckpointFunction", _checkpoint_function(observer)),
             (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_generator),
             (BackwardCFunction, "apply", backward),
-            (torch.jit.ScriptFunction, "__call__", _unscripted(torch.jit.ScriptFunction.__call__)),
             *((FunctionalTensor, name, getattr(torch.Tensor, name)) for name in _OWN_METHODS),
             *((symbol, "__format__", _formatted) for symbol in SYMBOLIC),
+            *((symbol, "__getattribute__", _posing_as(kind)) for symbol, kind in zip(SYMBOLIC, (int, float, bool))),
         ):
             stack.enter_context(_patched(owner, name, value))
         stack.enter_context(watching_functions(observer.enter_function))
+        stack.enter_context(watching_scripted(observer.enter_scripted))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_same_random_state())
         yield
@@ -208,6 +211,51 @@ def watching_functions(on_function: Callable[[type, tuple[Any, ...]], tuple[Any,
 
     with _patched(torch._functorch.utils, "unwrap_dead_wrappers", unwrap):
         yield
+
+
+@contextlib.contextmanager
+def watching_scripted(on_call: Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Lets ``on_call(name, function, args, kwargs)`` make each call of a scripted function, whose inside no mode sees.
+
+    `function` is what is to be called: the scripted function itself, bound to its own implementation.
+    """
+    original = torch.jit.ScriptFunction.__call__
+
+    def call(scripted: Any, *args: Any, **kwargs: Any) -> Any:
+        return on_call(f"{scripted.qualified_name} scripted", functools.partial(original, scripted), args, kwargs)
+
+    with _patched(torch.jit.ScriptFunction, "__call__", call):
+        yield
+
+
+def source_of(scripted: functools.partial[Any]) -> Callable[..., Any]:
+    """The Python function that was scripted, or the scripted one where it is not known."""
+    return getattr(scripted.args[0], "_torchdynamo_inline", None) or scripted
+
+
+@contextlib.contextmanager
+def watching_compiled(on_call: Callable[[], None]) -> Iterator[None]:
+    """Calls ``on_call()`` before each call of a function under ``torch.compile``, which looks at the modes in force."""
+    original = eval_frame._callback_from_stance
+
+    def callback(compiler: Any) -> Any:
+        if callable(compiler):
+            on_call()
+        return original(compiler)
+
+    with _patched(eval_frame, "_callback_from_stance", callback):
+        yield
+
+
+def _posing_as(number: type) -> Callable[[Any, str], Any]:
+    """The attributes of a symbolic number; to user code it is an instance of the number that it stands for."""
+
+    def attribute(symbol: Any, name: str) -> Any:
+        if name == "__class__" and is_user_file(sys._getframe(1).f_code.co_filename):
+            return number
+        return object.__getattribute__(symbol, name)
+
+    return attribute
 
 
 @contextlib.contextmanager
