@@ -1,7 +1,8 @@
 """Python numbers that remember which tensor they came from.
 
-``x.item()`` under a recorder gives one of these. Arithmetic on it stays marked, so that a replay on other tensors can
-compute the number anew instead of taking the recorded value for a constant.
+``x.item()`` under a recorder gives one of these. Arithmetic on it stays marked while the recording is open, so that a
+replay on other tensors can compute the number anew instead of taking the recorded value for a constant. Afterwards, and
+to any other recording, it is a plain number: a running total does not grow a formula.
 """
 
 from __future__ import annotations
@@ -23,24 +24,37 @@ class Formula:
     source: int = -1
 
 
+class Recording:
+    """Whose numbers are whose. `open` while the recorder that made it observes."""
+
+    open = True
+
+
 class DataFloat(float):
     """A float that came from a tensor's value."""
 
     formula: Formula
+    recording: Recording
 
 
 class DataInt(int):
     """An int that came from a tensor's value."""
 
     formula: Formula
+    recording: Recording
 
 
-def marked(value: Any, formula: Formula) -> Any:
+def marked(value: Any, formula: Formula, recording: Recording) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     marked = DataInt(value) if isinstance(value, int) else DataFloat(value)
-    marked.formula = formula
+    marked.formula, marked.recording = formula, recording
     return marked
+
+
+def unmarked(value: Any, recording: Recording) -> Any:
+    """The formula of a number of this recording; anything else as it is, a number of another recording plain."""
+    return value.formula if getattr(value, "recording", None) is recording else plain(value)
 
 
 def _arithmetic(name: str, function: Callable[..., Any], swapped: bool) -> Callable[..., Any]:
@@ -48,12 +62,12 @@ def _arithmetic(name: str, function: Callable[..., Any], swapped: bool) -> Calla
         if any(isinstance(other, torch.Tensor) for other in others):
             return NotImplemented
         base = float if isinstance(self, float) else int
-        plain = getattr(base, name)(self, *others)
-        if plain is NotImplemented:
-            return plain
+        result = getattr(base, name)(self, *others)
+        if result is NotImplemented or not self.recording.open:
+            return result
         operands = (*others, self) if swapped else (self, *others)
-        formulas = tuple(getattr(operand, "formula", operand) for operand in operands)
-        return marked(plain, Formula(function, formulas))
+        formulas = tuple(unmarked(operand, self.recording) for operand in operands)
+        return marked(result, Formula(function, formulas), self.recording)
 
     return method
 

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from gradprune.collectives import reported
-from gradprune.data_numbers import DataFloat, DataInt, Formula, marked, plain
+from gradprune.data_numbers import DataFloat, DataInt, Formula, Recording, marked, plain, unmarked
 from gradprune.errors import TraceError
 from gradprune.frames import user_line
 from gradprune.ledger import Ledger
@@ -116,7 +116,17 @@ class Recorder(CallObserver):
         self._ledger = Ledger()
         self._count = 0
         self._held: dict[int, torch.Tensor] = {}
+        self._recording = Recording()
         self.communicates = False
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        self._recording.open = True
+        try:
+            with super().observing():
+                yield
+        finally:
+            self._recording.open = False
 
     def add_output(self, name: str, tensor: torch.Tensor) -> None:
         """Declare a tensor that a module of the model returned."""
@@ -139,7 +149,7 @@ class Recorder(CallObserver):
         result = func(*plain(args), **plain(kwargs))
         tensors = tensors_in(result)
         if name == "item":
-            return marked(result, Formula(None, source=self._number(args[0])))
+            return marked(result, Formula(None, source=self._number(args[0])), self._recording)
         if not tensors and name not in EFFECTS:
             return result
         mutates = self._ledger.accept_writes(tensors_in((args, kwargs)))
@@ -187,7 +197,7 @@ class Recorder(CallObserver):
         if isinstance(value, torch.Tensor):
             return Ref(self._number(value))
         if isinstance(value, DataFloat | DataInt):
-            return value.formula
+            return unmarked(value, self._recording)
         if isinstance(value, int) and not isinstance(value, bool) and name in _SIZED:
             return self._size(value)
         if isinstance(value, slice):
