@@ -34,12 +34,16 @@ class Schedule(Protocol):
     def computes_loss(self, model: torch.nn.Module) -> bool:
         """Whether the output of `model` goes into the loss function here, and not to the next pipeline stage."""
 
+    def stage_inputs(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
+        """What `model` has just received from the pipeline stage before, which waits for its gradient.
+
+        Leaves that require grad; none on a first stage.
+        """
+
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         """Open around the forward of a dead microbatch through `model`, which runs under no_grad.
 
-        Yields the tensors besides the parameters to which the unpruned backward sends a gradient that somebody reads,
-        such as a pipeline stage's input: the dead backward must deliver exact zeros to them. They are leaves that
-        require grad and keep their shape.
+        Yields the stage's inputs, which keep their shape: the dead backward must deliver exact zeros to them.
         """
 
     def agree(self, plan: StepPlan, proved: bool) -> tuple[StepPlan, bool]:
@@ -63,6 +67,9 @@ class _NoSchedule:
 
     def computes_loss(self, model: torch.nn.Module) -> bool:
         return True
+
+    def stage_inputs(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
+        return ()
 
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         return nullcontext(())

@@ -108,6 +108,9 @@ class Attachment:
     def computes_loss(self, model: torch.nn.Module) -> bool:
         return self._stages.computes_loss(model)
 
+    def stage_inputs(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
+        return self._stages.inputs(model)
+
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         return self._stages.dead_forward(model)
 

@@ -36,11 +36,16 @@ class Stages:
     def computes_loss(self, model: torch.nn.Module) -> bool:
         return bool(self._owners[self._index(model)].post_process)
 
+    def inputs(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """What the stage of `model` received, and the stage before waits for the gradient of."""
+        received = self._received[self._index(model)]
+        return [tensor for tensor in received if tensor is not None and tensor.requires_grad]
+
     @contextmanager
     def dead_forward(self, model: torch.nn.Module) -> Iterator[Sequence[torch.Tensor]]:
-        """See `gradprune.schedule.Schedule`. Yields what the stage before waits for the gradient of."""
+        """See `gradprune.schedule.Schedule`."""
         index = self._index(model)
-        owner, received = self._owners[index], self._received[index]
+        owner, received, waited_for = self._owners[index], self._received[index], self.inputs(model)
         with ExitStack() as stack:
             for router in self._routers[index]:
                 stack.enter_context(replaced(router, "routing", _with_grad(router.routing)))
@@ -48,7 +53,7 @@ class Stages:
             # Recomputation that distributes saved activations cuts its argument to pieces: let it be an alias.
             owner.set_input_tensor([None if tensor is None else tensor.detach() for tensor in received])
             stack.callback(owner.set_input_tensor, list(received))
-            yield [tensor for tensor in received if tensor is not None and tensor.requires_grad]
+            yield waited_for
 
     def _receiving(self, index: int, receive: Callable[[Any], None]) -> Callable[[Any], None]:
         def set_input_tensor(tensors: Any) -> None:

@@ -1,0 +1,186 @@
+"""Some optimizer steps on one rank, unpruned and pruned from the same state, compared bit for bit. Runs in a worker."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+import gradprune
+import gradprune.megatron
+from tests.megatron.layouts import LENGTH, MICROBATCHES, ROWS, Layout, Trainee, build, make_batches, make_forward_step
+
+Dead = list[list[set[int]]]
+"""By optimizer step, by data-parallel rank: the microbatches whose advantages are all zero."""
+
+
+@dataclass
+class Trace:
+    """What an arm left behind on one rank. backwards: how many reached the first parameter of each chunk."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    backwards: int = 0
+    collectives: Counter[str] = field(default_factory=Counter)
+    dead: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rank's comparison, picklable."""
+
+    differences: list[str]
+    backwards: int
+    backwards_pruned: int
+    dead: int
+    reasons: list[str]
+    collectives: dict[str, int]
+    collectives_pruned: dict[str, int]
+
+
+def parse_dead(text: str) -> Dead:
+    """``"0,3|1;|2"``: step 0 has 0 and 3 dead on data rank 0 and 1 on data rank 1, step 1 has 2 on data rank 1."""
+    return [[{int(item) for item in rank.split(",") if item} for rank in step.split("|")] for step in text.split(";")]
+
+
+def compare_arms(layout: Layout, dead: Dead, without: tuple[str, ...] = ()) -> Outcome:
+    """Both arms on this rank. without: remedies to leave out, by name, to show that they are needed."""
+    unpruned = run_arm(layout, dead, prune=False)
+    pruned = run_arm(layout, dead, prune=True, without=without)
+    names = sorted(unpruned.tensors.keys() | pruned.tensors.keys())
+    return Outcome(
+        differences=[name for name in names if not _equal(unpruned.tensors.get(name), pruned.tensors.get(name))],
+        backwards=unpruned.backwards,
+        backwards_pruned=pruned.backwards,
+        dead=pruned.dead,
+        reasons=pruned.reasons,
+        collectives=dict(unpruned.collectives),
+        collectives_pruned=dict(pruned.collectives),
+    )
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one, other)
+
+
+def run_arm(layout: Layout, dead: Dead, prune: bool, without: tuple[str, ...] = ()) -> Trace:
+    trace, trainee = Trace(), build(layout)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_counted_collectives(trace.collectives))
+            step: Callable[..., Any] = make_forward_step(layout)
+            if prune:
+                schedule = stack.enter_context(gradprune.megatron.attach(trainee.chunks, trainee.config))
+                for remedy in without:
+                    _REMEDIES[remedy](schedule, stack)
+                step = gradprune.compile(step, zero="advantages * loss_mask", schedule=schedule)
+            _count_backwards(trainee, trace)
+            for number, dead_now in enumerate(dead):
+                _train(layout, trainee, step, dead_now, number, trace)
+        _read_state(trainee, trace)
+        if prune:
+            decisions = step.explain().decisions  # type: ignore[attr-defined]
+            trace.dead = sum(not decision.outcome for decision in decisions)
+            trace.reasons = sorted({decision.outcome.reason for decision in decisions if decision.outcome})
+    finally:
+        parallel_state.destroy_model_parallel()
+    return trace
+
+
+def _train(layout: Layout, trainee: Trainee, step: Any, dead: list[set[int]], number: int, trace: Trace) -> None:
+    rank = parallel_state.get_data_parallel_rank()
+    batches = make_batches(100 * number + rank, dead[rank])
+    iterators = _iterators(layout, step, batches)
+    for chunk in trainee.chunks:
+        chunk.zero_grad_buffer()
+    trainee.optimizer.zero_grad()
+    metrics = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iterators if layout.vpp else iterators[0],
+        model=trainee.chunks if layout.vpp else trainee.chunks[0],
+        num_microbatches=MICROBATCHES,
+        seq_length=LENGTH * (ROWS if layout.packed else 1),
+        micro_batch_size=1 if layout.packed else ROWS,
+    )
+    for index, row in enumerate(metrics):
+        trace.tensors |= {f"step {number} {name} of microbatch {index}": value for name, value in row.items()}
+    for name, parameter in _parameters(trainee):
+        if parameter.requires_grad:
+            trace.tensors[f"step {number} main_grad {name}"] = parameter.main_grad.clone()
+    succeeded, norm, _ = trainee.optimizer.step()
+    trace.tensors[f"step {number} succeeded"] = torch.tensor(succeeded)
+    trace.tensors[f"step {number} gradient norm"] = torch.tensor(norm)
+
+
+def _iterators(layout: Layout, step: Any, batches: list[Any]) -> list[Any]:
+    chunks = layout.vpp or 1
+    if not hasattr(step, "explain"):
+        return [iter(batches) for _ in range(chunks)]
+    advantages = torch.cat([batch["advantages"] for batch in batches])
+    mask = torch.cat([batch["loss_mask"] for batch in batches])
+    plan = step.agree(gradprune.StepPlan.from_rollout(advantages, mask, ROWS))
+    return [plan.bind(batches) for _ in range(chunks)]
+
+
+def _parameters(trainee: Trainee) -> list[tuple[str, Any]]:
+    return [
+        (f"{index}.{name}", value)
+        for index, chunk in enumerate(trainee.chunks)
+        for name, value in chunk.module.named_parameters()
+    ]
+
+
+def _count_backwards(trainee: Trainee, trace: Trace) -> None:
+    def counted(gradient: torch.Tensor) -> None:
+        trace.backwards += 1
+
+    for chunk in trainee.chunks:
+        first = next(parameter for parameter in chunk.module.parameters() if parameter.requires_grad)
+        first.register_hook(counted)
+
+
+def _read_state(trainee: Trainee, trace: Trace) -> None:
+    """Parameters, buffers, optimizer state and random streams at the end."""
+    for name, parameter in _parameters(trainee):
+        trace.tensors[f"parameter {name}"] = parameter.detach().clone()
+    for index, chunk in enumerate(trainee.chunks):
+        for name, buffer in chunk.module.named_buffers():
+            trace.tensors[f"buffer {index}.{name}"] = buffer.clone()
+    optimizers = getattr(trainee.optimizer, "chained_optimizers", [trainee.optimizer])
+    for index, optimizer in enumerate(optimizers):
+        states = optimizer.optimizer.state.values()
+        for number, state in enumerate(states):
+            for key, value in state.items():
+                trace.tensors[f"optimizer {index} {key} {number}"] = torch.as_tensor(value).clone()
+    trace.tensors["random state"] = torch.get_rng_state()
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        trace.tensors[f"random state {name}"] = state.clone()
+
+
+def _counted_collectives(counts: Counter[str]) -> ExitStack:
+    """Count calls of torch.distributed's collectives while open."""
+    from gradprune.megatron.patching import replaced
+
+    stack = ExitStack()
+    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+        function = getattr(dist, name)
+
+        def counted(*args: Any, _name: str = name, _function: Any = function, **kwargs: Any) -> Any:
+            counts[_name] += 1
+            return _function(*args, **kwargs)
+
+        stack.enter_context(replaced(dist, name, counted))
+    return stack
+
+
+_REMEDIES: dict[str, Callable[[Any, ExitStack], None]] = {}

@@ -1,0 +1,116 @@
+"""Worlds of real processes over gloo that stay up between tests: starting one costs more than a case in it.
+
+`World.run` calls a function on every rank and gives back what each returned. A rank that raises or hangs fails the
+test with its traceback, within the time limit, and the next test gets a fresh world.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+COLLECTIVE_TIMEOUT = 20.0
+"""Seconds that a collective waits for the other ranks."""
+
+
+class RankError(AssertionError):
+    """What the ranks raised; `kinds` are the names of the exceptions, by rank."""
+
+    def __init__(self, failures: dict[int, tuple[str, str]]) -> None:
+        self.kinds = {rank: kind for rank, (kind, _) in failures.items()}
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, (_, text) in sorted(failures.items())))
+
+
+class World:
+    """`size` processes in one gloo group, each with megatron-core on the CPU."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
+        """``function(*args)`` on every rank; results by rank. Raises RankError if any raised, or ran past `limit` s."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function.__module__, function.__qualname__, args))
+        results, failures = self._collect(time.monotonic() + limit)
+        if failures:
+            self.close()
+            raise RankError(failures)
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        store = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115  the processes delete it
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, store.name, there), daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._pipes.append(here)
+
+    def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, tuple[str, str]]]:
+        results: dict[int, Any] = {}
+        failures: dict[int, tuple[str, str]] = {}
+        waiting = dict(zip(self._pipes, range(self.size)))
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures |= dict.fromkeys(waiting.values(), ("Timeout", "did not finish in time"))
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    kind, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    kind, value = "Died", "the process ended"
+                if kind == "ok":
+                    results[rank] = value
+                else:
+                    failures[rank] = (kind, value)
+        return results, failures
+
+
+def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+    from gradprune.megatron import cpu
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    with cpu.emulate_cuda():
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
+        )
+        while True:
+            module, name, args = pipe.recv()
+            faulthandler.dump_traceback_later(COLLECTIVE_TIMEOUT + 5)  # says where a rank hangs
+            try:
+                answer = ("ok", getattr(importlib.import_module(module), name)(*args))
+            except BaseException as error:  # noqa: BLE001  the parent decides
+                answer = (type(error).__name__, traceback.format_exc())
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send(answer)
