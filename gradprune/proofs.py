@@ -12,6 +12,7 @@ import torch
 
 from gradprune.checks import Checks, checks_of
 from gradprune.facts import Certificate, Verdict
+from gradprune.graphs import Arrivals
 from gradprune.python_state import PythonState, capture
 from gradprune.tape import Tape
 from gradprune.trace.admission import Admission, Shapes
@@ -30,7 +31,8 @@ class Proof:
     entries: the modules at which the model began. reached: the parameters behind them into which gradient would flow.
     buffers: those that the forward writes to. communicates: the step issues collectives itself, outside the model; it
     must not run twice, which a run without a graph that turns out to be another program would have to. wide: the
-    model's outputs are so much larger than the batch that the loss's own backward is worth saving.
+    model's outputs are so much larger than the batch that the loss's own backward is worth saving. hidden: learns what
+    else is reached, where the graph hides a part of itself.
     """
 
     verdict: Verdict
@@ -41,6 +43,7 @@ class Proof:
     buffers: tuple[weakref.ref[torch.Tensor], ...]
     communicates: bool = False
     wide: bool = False
+    hidden: Arrivals | None = None
 
     @functools.cached_property
     def checks(self) -> Checks:
@@ -57,7 +60,13 @@ class Proof:
         return [module for ref in self.entries if (module := ref()) is not None]
 
     def parameters(self) -> list[torch.Tensor]:
-        return [parameter for ref in self.reached if (parameter := ref()) is not None]
+        seen = [parameter for ref in self.reached if (parameter := ref()) is not None]
+        return seen if self.hidden is None else [*seen, *self.hidden.parameters()]
+
+    @property
+    def runnable(self) -> bool:
+        """Whether a microbatch may be run without a graph and be repeated if that was in vain."""
+        return not self.communicates and (self.hidden is None or self.hidden.complete)
 
     def written_buffers(self) -> list[torch.Tensor]:
         return [buffer for ref in self.buffers if (buffer := ref()) is not None]

@@ -25,6 +25,7 @@ from gradprune.explanation import Decision, Explanation
 from gradprune.facts import Certificate, Condition, Dead, Hypothesis, Live, Reason, Refusal, Verdict
 from gradprune.flops import FlopReport
 from gradprune.frames import user_line
+from gradprune.graphs import Arrivals
 from gradprune.guard import Guard, OnViolation, magnitude, watch_optimizers
 from gradprune.known import Known
 from gradprune.meter import FlopMeter
@@ -95,6 +96,7 @@ class Pruner:
         self._decisions: deque[Decision] = deque(maxlen=_REMEMBERED)
         self._calls = self._pruned = 0
         self._warned = False
+        self._listening: list[Arrivals] = []
         watch_optimizers()
 
     def explain(self) -> Explanation:
@@ -117,10 +119,11 @@ class Pruner:
         return Microbatch(self._calls - 1, models, known, named, family(models, named, constants))
 
     def start(self, microbatch: Microbatch) -> LiveRun | WatchedRun | PrunedRun:
+        self._stop_listening()
         way = self._way(microbatch)
         if isinstance(way, Live):
             return LiveRun(self, microbatch, way)
-        if way is None or way.communicates or self.audited():
+        if way is None or not way.runnable or self.audited():
             return WatchedRun(self, microbatch)
         return PrunedRun(self, microbatch, way)
 
@@ -150,9 +153,11 @@ class Pruner:
         count = self._pruned
         return int(-(-(count + 1) * self.policy.audit // 1)) > int(-(-count * self.policy.audit // 1))
 
-    def looks_at_boundary(self, proof: Proof) -> bool:
+    def looks_at_boundary(self, microbatch: Microbatch, proof: Proof) -> bool:
         """Whether the coming dead microbatch runs the loss's own backward: each one, unless it is costly and there is
-        another way to see whether the proof's side conditions hold."""
+        another way to see whether the proof's side conditions hold, and no wrapper follows the graph of its outputs."""
+        if self.parallel.hears_all(microbatch.models.values()):
+            return True
         return not (proof.wide and proof.checks.complete) or self._pruned % SAMPLED == 0
 
     def prove(self, microbatch: Microbatch, run: ObservedRun, loss: torch.Tensor) -> Proof | Refusal:
@@ -185,6 +190,16 @@ class Pruner:
                 place.file if place else __file__,
                 place.line if place else 1,
             )
+
+    def listen(self, proof: Proof, loss: torch.Tensor, heard: Callable[[torch.Tensor], None] | None = None) -> None:
+        """Learn what the coming backward from `loss` reaches beyond what the graph of `proof` shows."""
+        assert proof.hidden is not None
+        proof.hidden.listen(loss, heard)
+        self._listening.append(proof.hidden)
+
+    def _stop_listening(self) -> None:
+        while self._listening:
+            self._listening.pop().close()
 
     # Accounting ---------------------------------------------------------------------------------------------------
 
@@ -240,9 +255,7 @@ class _Counting:
 class LiveRun:
     """The microbatch as if nothing were wrapped. again: after a run that was in vain."""
 
-    def __init__(
-        self, pruner: Pruner, microbatch: Microbatch, why: Live, again: bool = False
-    ) -> None:
+    def __init__(self, pruner: Pruner, microbatch: Microbatch, why: Live, again: bool = False) -> None:
         self._pruner, self._microbatch, self._why, self._again = pruner, microbatch, why, again
         self._counting = _Counting(pruner.meter, microbatch, dead=False)
 
@@ -278,6 +291,8 @@ class WatchedRun:
         if isinstance(proof, Refusal) or isinstance(proof.verdict, Refusal):
             return self._refuse(output, proof if isinstance(proof, Refusal) else proof.verdict)
         audited = pruner.audited()
+        if proof.hidden is not None and (audited or not proof.hidden.complete):
+            return self._listen(output, proof)
         boundary = self._observed.boundary()
         delivery = pruner.delivery(microbatch, proof)
         asked = [*boundary, *(proof.parameters() if audited else ())]
@@ -290,6 +305,18 @@ class WatchedRun:
             pruner.guard.note("audit", microbatch.about, largest(sizes))
         pruner.note(microbatch, Dead(microbatch.known.reason), audited=audited)
         return replaced(output, loss, delivery.detached(loss))
+
+    def _listen(self, output: Any, proof: Proof) -> Any:
+        """Leave the graph on, whose hidden part neither shows its leaves nor lets itself be asked for gradients."""
+        pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
+        if proof.hidden is None or not proof.hidden.complete:
+            pruner.listen(proof, loss)
+            why = Live("reentrant checkpointing hides which parameters are reached: this backward shows it")
+            return LiveRun(pruner, microbatch, why).finish(output)
+        note = functools.partial(pruner.guard.note, "audit", microbatch.about)
+        pruner.listen(proof, loss, lambda gradient: note(magnitude(gradient)))
+        pruner.note(microbatch, Dead(microbatch.known.reason), audited=True)
+        return output
 
     def _refuse(self, output: Any, refusal: Verdict) -> Any:
         assert isinstance(refusal, Refusal)
@@ -312,7 +339,7 @@ class PrunedRun:
             return pruner.schedule.dead_forward(first)
 
         self._dead = DeadRun(
-            proof, microbatch.named, self._delivery, inside, pruner.looks_at_boundary(proof), self._failed
+            proof, microbatch.named, self._delivery, inside, pruner.looks_at_boundary(microbatch, proof), self._failed
         )
         self._counting = _Counting(pruner.meter, microbatch, dead=True)
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from gradprune.boundary import Boundary, float_leaves, replace, trainable_modules
 from gradprune.checks import failure
@@ -165,7 +166,7 @@ class DeadRun:
 
     @contextmanager
     def _without_graph(self) -> Iterator[None]:
-        with self._inside() as others, torch.no_grad(), _same_kernels():
+        with self._inside() as others, torch.no_grad(), _as_if_live():
             yield
         self._delivery.also(others)
 
@@ -190,14 +191,17 @@ class DeadRun:
 
 
 @contextmanager
-def _same_kernels() -> Iterator[None]:
-    """Keep torch from taking its inference-only path for attention in eval mode, whose last bits differ."""
-    before = torch.backends.mha.get_fastpath_enabled()
+def _as_if_live() -> Iterator[None]:
+    """Keep torch from taking its inference-only path for attention in eval mode, whose last bits differ, and from
+    warning that a checkpoint has nothing to recompute."""
+    fast, check = torch.backends.mha.get_fastpath_enabled(), torch.utils.checkpoint.check_backward_validity
     torch.backends.mha.set_fastpath_enabled(False)
+    torch.utils.checkpoint.check_backward_validity = lambda inputs: None
     try:
         yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        torch.utils.checkpoint.check_backward_validity = check
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 class Rollback:

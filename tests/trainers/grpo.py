@@ -66,10 +66,14 @@ def make_trainer(folder: str, **options: Any) -> GRPOTrainer:
         "activation_checkpointing": False,
         "bf16": False,
     }
+    source: Any = make_model()
+    if "beta" in options:  # TRL loads the reference model from where the policy came from
+        source.save_pretrained(f"{folder}/model")
+        source = f"{folder}/model"
     peft_config = options.pop("peft_config", None)
     prompts = [f"w{i} w{(3 * i) % 28}" for i in range(16)]
     return GRPOTrainer(
-        model=make_model(),
+        model=source,
         args=GRPOConfig(output_dir=folder, **{**settings, **options}),
         reward_funcs=reward_where_it_matters,
         train_dataset=Dataset.from_dict({"prompt": prompts}),

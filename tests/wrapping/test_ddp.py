@@ -1,4 +1,4 @@
-"""DistributedDataParallel on real gloo processes: gradients, buffers and counts of collectives are the unpruned ones."""
+"""DistributedDataParallel on real gloo processes: gradients, buffers and collective counts are the unpruned ones."""
 
 from __future__ import annotations
 
