@@ -54,28 +54,28 @@ def _product(values: Shape) -> Any:
     return result
 
 
+_ATTENTION_NAMES = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
 EXTRA_FORMULAS: dict[Any, Formula] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
-    aten._scaled_dot_product_fused_attention_overrideable: attention_flops,
-    aten._scaled_dot_product_fused_attention_overrideable_backward: attention_backward_flops,
+    **{getattr(aten, name): attention_flops for name in _ATTENTION_NAMES},
+    **{getattr(aten, f"{name}_backward"): attention_backward_flops for name in _ATTENTION_NAMES},
     aten._grouped_mm: grouped_mm_flops,
     aten._scaled_grouped_mm: grouped_mm_flops,
 }
-"""Formulas that torch lacks (2.11 to 2.13)."""
+"""Formulas that torch lacks (2.11 to 2.13), or has without grouped keys (2.11). They come before torch's own."""
 
 _FORMULAS: dict[Any, Formula] = {packet: shape_wrapper(formula) for packet, formula in EXTRA_FORMULAS.items()}
 
 FIRST_FACTOR = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._grouped_mm: 0}
 """Matrix products -> position of their first factor. The gradient of each factor is one product of equal cost."""
 
-ATTENTION = {
-    aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention,
-    aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu,
-    aten._scaled_dot_product_fused_attention_overrideable,
-}
+ATTENTION = {getattr(aten, name) for name in _ATTENTION_NAMES}
 """Attention kernels (queries, keys, values first); one kernel makes all gradients as soon as one is needed."""
 
 VARLEN_ATTENTION = {aten._flash_attention_forward, aten._efficient_attention_forward}
@@ -84,7 +84,7 @@ CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_overrideab
 
 def count_operator(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int | None:
     """FLOPs of one call of an overload packet, or None where neither torch nor this module has a formula."""
-    formula = flop_registry.get(packet) or _FORMULAS.get(packet)
+    formula = _FORMULAS.get(packet) or flop_registry.get(packet)
     return None if formula is None else formula(*args, **kwargs, out_val=out)
 
 
