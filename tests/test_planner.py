@@ -85,7 +85,7 @@ def test_dead_exactly_where_the_product_is_zero(advantages, mask, order, cuts):
 
 
 def test_reports_residue_of_equal_rewards():
-    """Eight float32 rewards of 2.6, added one by one, have a mean that is 2**-22 off; / (std + 1e-6) makes that 0.19."""
+    """Eight float32 rewards of 2.6, summed one by one, have a mean that is 2**-22 off; / (std + 1e-6) makes it 0.19."""
     rewards = torch.full((8,), 2.6)
     centred = rewards - sum(rewards) / 8
     assert torch.equal(centred.abs(), torch.full((8,), 2.0**-22))
