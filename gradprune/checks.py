@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gradprune.facts import Condition
+from gradprune.facts import BOUND, Condition
 from gradprune.guard import magnitude
 from gradprune.tape import Tape, call_name
 
@@ -46,6 +46,8 @@ def failure(condition: Condition, value: torch.Tensor) -> torch.Tensor:
     """0 if the condition holds of every element of `value`, else not 0; a 0-dim tensor on its device."""
     if condition.kind == "finite":
         return magnitude(value) * 0
+    if condition.kind == "bounded":
+        return (value.abs() <= BOUND).logical_not().any().float()
     if condition.kind == "notnan":
         return value.isnan().any().float()
     if condition.kind == "nonzero":

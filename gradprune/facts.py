@@ -68,18 +68,24 @@ def _product(node: ast.expr) -> list[str]:
     raise PruneError(f"{ast.unparse(node)!r} is neither a name nor a product")
 
 
+BOUND = 2.0**60
+"""What a mask or weight would have to exceed for its product with a cotangent of 2**32 to overflow float32 or bfloat16,
+with room for another factor."""
+
+
 @dataclass(frozen=True)
 class Condition:
     """A side condition of a proof: something that only run time can show.
 
-    kind: what must hold of every element of the value computed at `where`: ``finite``, ``notnan``, ``nonzero`` or
+    kind: what must hold of every element of the value computed at `where`: ``finite``, ``notnan``, ``nonzero``,
+        ``bounded`` (at most `BOUND` in magnitude: an input whose product with a cotangent must not overflow), or
         ``nonempty`` (the tensor has elements).
     value: the operator that computed it, for a reader.
     call: index of the torch call in the traced program (`joint.CallStream`) whose result it speaks of; None where
         it speaks of a value of the backward, which only running the loss's backward up to the boundary can show.
     """
 
-    kind: Literal["finite", "notnan", "nonzero", "nonempty"]
+    kind: Literal["finite", "notnan", "nonzero", "nonempty", "bounded"]
     value: str
     where: SourceLine | None = None
     call: int | None = None

@@ -10,6 +10,7 @@ import torch.fx
 
 from gradprune.facts import Condition
 from gradprune.passes.domain import Need, Needs
+from gradprune.passes.flow import SAME_ELEMENTS
 from gradprune.passes.registry import operator_name
 
 Node = torch.fx.Node
@@ -19,7 +20,6 @@ _SPREADING: Final = frozenset(
     " alias detach cat stack mm bmm addmm log sqrt square abs _log_softmax native_layer_norm".split()
 )
 """Operators whose result is not finite if any element of any operand is not."""
-_SAME_ELEMENTS: Final = frozenset("unsqueeze squeeze expand view permute transpose t neg".split())
 _SPREADING_FIRST: Final = frozenset(["div"])
 """The same for their first operand only."""
 
@@ -28,6 +28,8 @@ def minimal(needs: Needs) -> Needs:
     """The needs that the others do not imply."""
     implied: set[Need] = set()
     for need in needs:
+        if need.kind == "bounded":
+            implied |= {Need("finite", need.node), Need("notnan", need.node)}
         if need.kind == "finite":
             implied.add(Need("notnan", need.node))
             for ancestor in _spreading_ancestors(need.node):
@@ -100,7 +102,7 @@ def conditions(needs: Needs, graph: torch.fx.Graph, names: Mapping[Node, str]) -
 def _condition(need: Need, names: Mapping[Node, str], call: int | None) -> Condition:
     """call: that of which the node is the result; None for a step inside of a call, as for the backward."""
     seen = need.node
-    while seen.op == "call_function" and getattr(seen.target, "_opname", None) in _SAME_ELEMENTS:
+    while seen.op == "call_function" and getattr(seen.target, "_opname", None) in SAME_ELEMENTS:
         seen = seen.all_input_nodes[0]
     if seen.op == "placeholder":
         return Condition(need.kind, names.get(seen, seen.name), need.node.meta.get("where"), call)

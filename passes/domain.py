@@ -18,7 +18,7 @@ from gradprune.passes.affine import EVERY, Group, Index, Mapped, moved
 from gradprune.passes.intervals import ANY, Interval, is_finite, range_of
 
 Number = bool | int | float
-NeedKind = Literal["finite", "notnan", "nonzero", "nonempty"]
+NeedKind = Literal["finite", "notnan", "nonzero", "nonempty", "bounded"]
 
 
 class Need(NamedTuple):

@@ -12,6 +12,7 @@ import sympy
 import torch
 import torch.fx
 
+from gradprune.facts import BOUND
 from gradprune.passes.affine import EVERY, Index, Size, groups_of, size_of
 from gradprune.passes.domain import (
     NO_NEEDS,
@@ -37,6 +38,7 @@ ROW: Final = "<row>"
 """The name of the premise "the hypothesis holds all over this row", beside the factors' names."""
 TANGENT: Final = 2.0**32
 """Assumed limit of the cotangent of an output: loss scaling included."""
+SAME_ELEMENTS: Final = frozenset("unsqueeze squeeze expand view permute transpose t neg".split())
 MOST_CONSTANTS: Final = 4096
 
 
@@ -293,7 +295,10 @@ class Flow:
             return Reach(magnitude(value.bounds))
         if value.reach is not None or argument in self.backward:
             return value.reach
-        return Reach(magnitude(value.bounds), self.condition("notnan", argument)) if is_finite(value.bounds) else None
+        if is_finite(value.bounds):
+            return Reach(magnitude(value.bounds), self.condition("notnan", argument))
+        source = _same_elements(argument)
+        return Reach(BOUND, self.condition("bounded", source)) if source.op == "placeholder" else None
 
     def _derived(self, argument: Any, value: Value) -> Needs | None:
         """For a value of the backward: forward conditions that make it finite, where some are known."""
@@ -303,6 +308,13 @@ class Flow:
         """The side condition that every element of a node's value is of this kind."""
         assert isinstance(argument, Node), f"a number needs no condition: {argument}"
         return frozenset([Need(kind, argument)])
+
+
+def _same_elements(node: Node) -> Node:
+    """The node whose elements `node` only arranges anew."""
+    while node.op == "call_function" and getattr(node.target, "_opname", None) in SAME_ELEMENTS:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _largest(dtype: torch.dtype | None) -> float:
