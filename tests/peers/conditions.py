@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from gradprune.calls import CallRecorder, function_name, is_computation, user_line
+from gradprune.calls import CallRecorder
 from gradprune.facts import Condition
-from gradprune.joint import Call
 from tests.peers.truth import Batch, gradient
 
 
@@ -18,18 +16,12 @@ class CallResults(CallRecorder):
     """A CallRecorder that keeps what each call gave, under the call's index."""
 
     def __init__(self, leaves: dict[str, torch.Tensor]) -> None:
-        super().__init__(leaves)
+        super().__init__(leaves, lines=True)
         self.results: list[Any] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        operands, where = self.operands(args, kwargs), user_line(sys._getframe(1))
-        result = func(*args, **kwargs)
-        if is_computation(func, result):
-            self.calls.append(Call(function_name(func), operands, where))
-            self.results.append(result)
-            self.number_results(result)
-        return result
+    def record(self, func: Any, operands: tuple[tuple[Any, ...], ...], where: Any, result: Any) -> None:
+        super().record(func, operands, where, result)
+        self.results += [result] * (len(self.calls) - len(self.results))
 
 
 def broken(conditions: Sequence[Condition], loss: Callable[..., torch.Tensor], batch: Batch) -> tuple[Condition, ...]:

@@ -17,7 +17,7 @@ from tests.peers.variants import FAMILIES
 FILE = Path(__file__).with_name("expected.json")
 # Two processes of about the same work.
 TRAINER_SHARES = (("trl", "openrlhf", "trinity", "unsloth"), ("verl", "areal", "skyrl", "liger"))
-VARIANT_SHARES = (("control", "tokens"), ("sequences", "machinery", "live"))
+VARIANT_SHARES = (("control", "tokens"), ("sequences", "machinery", "coupled", "live"))
 Line = dict[str, Any]
 
 

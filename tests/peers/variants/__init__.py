@@ -2,7 +2,8 @@
 
 They stand for trainers that nobody has loaded yet. `tokens` weighs single tokens, `sequences` whole rows and packed
 batches, `control` lets data decide (branches, counts, selections), `machinery` leaves plain eager code (autograd
-functions, compiled helpers, casts, grad modes), and in `live` every loss has a gradient that no advantage switches off.
+functions, compiled helpers, casts, grad modes), in `coupled` rows without advantage matter to others, and in `live`
+every loss has a gradient that no advantage switches off.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 Loss = Callable[..., torch.Tensor]
-FAMILIES = ("tokens", "sequences", "control", "machinery", "live")
+FAMILIES = ("tokens", "sequences", "control", "machinery", "coupled", "live")
 
 
 def variants(family: str) -> dict[str, Loss]:
