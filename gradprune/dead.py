@@ -79,6 +79,14 @@ class Delivery:
         """Take note of a magnitude that should be zero."""
         self._magnitudes.append(size)
 
+    def fill(self, waiting: Sequence[torch.Tensor]) -> None:
+        """Give a zero to parameters besides those `waiting` for one, whose gradient was set to None meanwhile: by a
+        ``zero_grad()`` between the loss and its backward."""
+        served = {id(parameter) for parameter in waiting}
+        for parameter in self._parameters:
+            if id(parameter) not in served and gradient_of(parameter) is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     def close(self) -> torch.Tensor | None:
         """Report what the boundaries saw; the largest of it, or None if none of them ran."""
         seen, self._magnitudes = self._magnitudes, []
@@ -128,6 +136,7 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
+        ctx.delivery.fill(ctx.parameters)
         size = ctx.delivery.close()
         zeros = [torch.zeros_like(parameter) for parameter in ctx.parameters]
         if size is not None and zeros:
