@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 import gradprune
 import gradprune.megatron
+from gradprune.megatron.patching import replaced
 from tests.megatron.layouts import LENGTH, MICROBATCHES, ROWS, Layout, Trainee, build, make_batches, make_forward_step
 
 Dead = list[list[set[int]]]
@@ -82,7 +83,7 @@ def run_arm(layout: Layout, dead: Dead, prune: bool, without: tuple[str, ...] = 
             if prune:
                 schedule = stack.enter_context(gradprune.megatron.attach(trainee.chunks, trainee.config))
                 for remedy in without:
-                    _REMEDIES[remedy](schedule, stack)
+                    REMEDIES[remedy](schedule, stack)
                 step = gradprune.compile(step, zero="advantages * loss_mask", schedule=schedule)
             _count_backwards(trainee, trace)
             for number, dead_now in enumerate(dead):
@@ -169,8 +170,6 @@ def _read_state(trainee: Trainee, trace: Trace) -> None:
 
 def _counted_collectives(counts: Counter[str]) -> ExitStack:
     """Count calls of torch.distributed's collectives while open."""
-    from gradprune.megatron.patching import replaced
-
     stack = ExitStack()
     for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
         function = getattr(dist, name)
@@ -183,4 +182,46 @@ def _counted_collectives(counts: Counter[str]) -> ExitStack:
     return stack
 
 
-_REMEDIES: dict[str, Callable[[Any, ExitStack], None]] = {}
+def _without_launch(schedule: Any, stack: ExitStack) -> None:
+    stack.enter_context(replaced(schedule._grad_sync, "_launch_missing", lambda order, force_all_reduce: None))
+
+
+def _without_first_live_step(schedule: Any, stack: ExitStack) -> None:
+    stack.enter_context(replaced(schedule, "objection", lambda planned: None))
+
+
+def _without_stage_gradient(schedule: Any, stack: ExitStack) -> None:
+    stack.enter_context(replaced(schedule._stages, "inputs", lambda model: []))
+
+
+def _without_input_alias(schedule: Any, stack: ExitStack) -> None:
+    @contextmanager
+    def dead_forward(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+        yield schedule._stages.inputs(model)
+
+    stack.enter_context(replaced(schedule._stages, "dead_forward", dead_forward))
+
+
+def _without_router_counts(schedule: Any, stack: ExitStack) -> None:
+    stack.enter_context(replaced(schedule._stages, "_routers", [[] for _ in schedule._chunks]))
+
+
+def _without_agreement(schedule: Any, stack: ExitStack) -> None:
+    stack.enter_context(replaced(schedule, "agree", lambda plan, proved: (plan, proved)))
+    stack.enter_context(replaced(schedule, "objection", lambda planned: None))
+
+
+def _without_refusal(schedule: Any, stack: ExitStack) -> None:
+    stack.enter_context(replaced(schedule, "refusal", lambda: None))
+
+
+REMEDIES: dict[str, Callable[[Any, ExitStack], None]] = {
+    "launch": _without_launch,
+    "first live step": _without_first_live_step,
+    "stage gradient": _without_stage_gradient,
+    "input alias": _without_input_alias,
+    "router counts": _without_router_counts,
+    "agreement": _without_agreement,
+    "refusal": _without_refusal,
+}
+"""Ways to leave out what `gradprune.megatron` does about one trap each."""

@@ -18,7 +18,7 @@ from tests.megatron.world import RankError, World
 
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {"overlap_grad_reduce": True, "use_distributed_optimizer": True}
-EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+EXPERTS = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "add_bias_linear": False}
 EXPERT_BIAS = dict(
     **EXPERTS,
     moe_router_enable_expert_bias=True,

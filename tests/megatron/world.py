@@ -23,6 +23,8 @@ import torch.multiprocessing as mp
 
 COLLECTIVE_TIMEOUT = 20.0
 """Seconds that a collective waits for the other ranks."""
+START_LIMIT = 120.0
+"""Seconds for all processes to be there; imports on a busy machine."""
 
 
 class RankError(AssertionError):
@@ -69,6 +71,10 @@ class World:
             process.start()
             self._processes.append(process)
             self._pipes.append(here)
+        _, failures = self._collect(time.monotonic() + START_LIMIT)
+        if failures:
+            self.close()
+            raise RankError(failures)
 
     def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, tuple[str, str]]]:
         results: dict[int, Any] = {}
@@ -105,6 +111,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
             world_size=size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
         )
+        importlib.import_module("tests.megatron.arms")
+        pipe.send(("ok", None))
         while True:
             module, name, args = pipe.recv()
             faulthandler.dump_traceback_later(COLLECTIVE_TIMEOUT + 5)  # says where a rank hangs
