@@ -23,6 +23,7 @@ from gradprune.dead import Delivery, largest
 from gradprune.errors import NoEffectWarning, PruneError, TraceError
 from gradprune.explanation import Decision, Explanation
 from gradprune.facts import Certificate, Condition, Dead, Hypothesis, Live, Reason, Refusal, Verdict
+from gradprune.flop_fit import BatchShape
 from gradprune.flops import FlopReport
 from gradprune.frames import user_line
 from gradprune.graphs import Arrivals
@@ -65,16 +66,23 @@ class Microbatch:
     models: Mapping[str, torch.nn.Module]
     known: Known
     named: Mapping[str, torch.Tensor]
-    family: tuple[Any, ...]
+    constants: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def family(self) -> tuple[Any, ...]:
+        """What is known before it runs of the program that it will be."""
+        return family(self.models, self.named, self.constants)
+
+    @functools.cached_property
+    def shape(self) -> BatchShape:
+        """Key of its FLOPs."""
+        modes = tuple((id(model), model.training) for model in self.models.values())
+        return BatchShape.of(self.named.values(), program=(modes, tuple(self.named)))
 
     @property
     def about(self) -> str:
         place = f" (planned as {self.known.plan.index})" if self.known.plan else ""
         return f"microbatch {self.index}{place}"
-
-    @property
-    def shapes(self) -> tuple[Any, ...]:
-        return self.family, tuple(tensor.shape for tensor in self.named.values())
 
     def tokens(self, factors: tuple[str, ...]) -> int:
         if self.known.plan and self.known.plan.tokens:
@@ -116,7 +124,7 @@ class Pruner:
     ) -> Microbatch:
         """The next microbatch. constants: Python values that are likely to choose another program."""
         self._calls += 1
-        return Microbatch(self._calls - 1, models, known, named, family(models, named, constants))
+        return Microbatch(self._calls - 1, models, known, named, constants)
 
     def start(self, microbatch: Microbatch) -> LiveRun | WatchedRun | PrunedRun:
         self._stop_listening()
@@ -217,12 +225,12 @@ class Pruner:
         self._decisions.append(Decision(microbatch.index, outcome))
         tokens = microbatch.tokens(self.policy.hypothesis.factors)
         if outcome:
-            self.meter.live(microbatch.shapes, tokens)
+            self.meter.live(microbatch.shape, tokens)
             self.parallel.ran_live(microbatch.models.values())
             return
         self._pruned += 1
         plan = microbatch.known.plan
-        self.meter.dead(microbatch.shapes, tokens, backward=audited, filler=bool(plan and plan.filler))
+        self.meter.dead(microbatch.shape, tokens, backward=audited, filler=bool(plan and plan.filler))
 
     def _poison(self) -> None:
         for proof in self.book.proofs():
@@ -237,7 +245,7 @@ class _Counting:
     """Counts the FLOPs of a microbatch's first segment, if the meter wants them."""
 
     def __init__(self, meter: FlopMeter, microbatch: Microbatch, dead: bool) -> None:
-        self._meter, self._key, self._dead = meter, microbatch.shapes, dead
+        self._meter, self._key, self._dead = meter, microbatch.shape, dead
         self._begun = False
         self.counted = False
 
@@ -266,7 +274,7 @@ class LiveRun:
 
     def finish(self, output: Any) -> Any:
         if self._counting.counted:
-            self._pruner.meter.count_backward(self._microbatch.shapes, loss_of(output))
+            self._pruner.meter.count_backward(self._microbatch.shape, loss_of(output))
         self._pruner.note(self._microbatch, self._why)
         return output
 

@@ -33,6 +33,8 @@ Inside = Callable[[], AbstractContextManager[Sequence[torch.Tensor]]]
 
 def batch_leaves(batch: Any) -> dict[str, torch.Tensor]:
     """Every tensor of a batch by its name there, ``"batch.advantages"``."""
+    if type(batch) is dict and all(map(_FLAT.__contains__, map(type, batch.values()))):
+        return {f"batch.{key}": value for key, value in batch.items() if type(value) is torch.Tensor}
     return dict(leaves(batch, "batch"))
 
 
@@ -245,3 +247,4 @@ def batch_constants(batch: Any) -> tuple[tuple[str, str, Any], ...]:
 
 
 _CONSTANTS = (bool, int, float, str)
+_FLAT = frozenset([torch.Tensor, *_CONSTANTS, type(None)])
