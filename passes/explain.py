@@ -23,19 +23,25 @@ from gradprune.passes.flow import Flow
 Node = torch.fx.Node
 
 MOST_REASONS: Final = 8
+MOST_REACHING: Final = 3
 _MIXING: Final = frozenset(
     "add sub rsub where cat stack index_put _unsafe_index_put scatter scatter_add slice_scatter select_scatter"
     " masked_scatter maximum minimum lerp index_add index_copy".split()
 )
 
+_ADDING: Final = frozenset("add sub rsub where maximum minimum".split())
+
 
 def reasons(flow: Flow, gradients: Mapping[str, Node], inputs: Sequence[TracedInput]) -> tuple[Reason, ...]:
     """Reasons for gradients, by input name, that are not proved zero. `flow` has evaluated the whole graph."""
     found: dict[Reason, None] = {}
+    reaching: dict[Reason, None] = {}
     for name, node in gradients.items():
         if len(found) < MOST_REASONS:
-            found |= dict.fromkeys(_Explanation(flow, name, node, inputs).reasons())
-    return tuple(found)[:MOST_REASONS]
+            explanation = _Explanation(flow, name, node, inputs)
+            found |= dict.fromkeys(explanation.reasons())
+            reaching |= dict.fromkeys(explanation.reaching_lines())
+    return (*tuple(found)[:MOST_REASONS], *tuple(reaching)[:MOST_REACHING])
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,13 @@ class _Explanation:
     inputs: Sequence[TracedInput]
 
     def reasons(self) -> Iterator[Reason]:
+        yield from self.added_by_backward()
         yield from self.without_rule_on_path()
         yield from self.joining_terms()
         yield from self.not_finite()
         yield from self.without_rule_elsewhere()
         yield from self.lost_factors()
         yield from self.misaligned()
-        yield from self.reaching_lines()
 
     # -- what the gradient flows through -------------------------------------------------------------------------
 
@@ -118,14 +124,26 @@ class _Explanation:
 
     @cached_property
     def _data_dependent(self) -> frozenset[Node]:
-        """What depends on an input: a zero among these is not just a constant of the program."""
-        found = {item.node for item in self.inputs if item.role in ("wrt", "input")}
+        """What is computed from elements of a factor: a zero among these is not just a number of the program."""
+        found = {node for node, value in self.flow.sources.items() if self._is_factor(value)}
         for node in self.flow.values:
-            if any(source in found for source in node.all_input_nodes):
+            made = _opname(node).removesuffix("_like").removeprefix("new_") in ("full", "zeros", "ones", "empty")
+            if not made and _is_tensor(node) and any(source in found for source in node.all_input_nodes):
                 found.add(node)
         return frozenset(found)
 
+    def _is_factor(self, source: Value) -> bool:
+        return any(key.factor in self.flow.clause.axes for key in source.facts)
+
     # -- reasons -------------------------------------------------------------------------------------------------
+
+    def added_by_backward(self) -> Iterator[Reason]:
+        """Where a backward makes a gradient out of zero cotangents: a custom function or a hook."""
+        for node in self.path:
+            cotangents = [source for source in node.all_input_nodes if source in self.flow.cotangents]
+            born = all(self._is_zero(source) for source in cotangents) and node not in self.flow.unruled
+            if born and _opname(node) in _ADDING:
+                yield _reason("live-term", "the backward of this line adds gradient of its own", node)
 
     def without_rule_on_path(self) -> Iterator[Reason]:
         """A backward operator without a rule, whose every cotangent is zero."""
@@ -264,6 +282,10 @@ def _terms(node: Node) -> list[Node]:
     """The operands whose elements the result is made of: not a condition, an index or a mask."""
     operands: list[Any] = node.all_input_nodes
     return [source for source in operands if _is_float(source)] if _opname(node) in _MIXING else operands
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_float(node: Node) -> bool:

@@ -38,7 +38,8 @@ ROW: Final = "<row>"
 """The name of the premise "the hypothesis holds all over this row", beside the factors' names."""
 TANGENT: Final = 2.0**32
 """Assumed limit of the cotangent of an output: loss scaling included."""
-SAME_ELEMENTS: Final = frozenset("unsqueeze squeeze expand view permute transpose t neg".split())
+SAME_ELEMENTS: Final = frozenset("unsqueeze squeeze expand view permute transpose t neg slice select flip".split())
+"""Operators each of whose elements is one of the operand's, up to its sign."""
 MOST_CONSTANTS: Final = 4096
 
 
@@ -297,8 +298,10 @@ class Flow:
             return value.reach
         if is_finite(value.bounds):
             return Reach(magnitude(value.bounds), self.condition("notnan", argument))
-        source = _same_elements(argument)
-        return Reach(BOUND, self.condition("bounded", source)) if source.op == "placeholder" else None
+        source = _same_elements(argument) if isinstance(argument, Node) else None
+        if source is None or source.op != "placeholder":
+            return None
+        return Reach(BOUND, self.condition("bounded", source))
 
     def _derived(self, argument: Any, value: Value) -> Needs | None:
         """For a value of the backward: forward conditions that make it finite, where some are known."""
@@ -311,7 +314,7 @@ class Flow:
 
 
 def _same_elements(node: Node) -> Node:
-    """The node whose elements `node` only arranges anew."""
+    """The node whose elements, or some of them, `node` only arranges anew."""
     while node.op == "call_function" and getattr(node.target, "_opname", None) in SAME_ELEMENTS:
         node = node.all_input_nodes[0]
     return node

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from gradprune.passes import intervals
 from gradprune.passes.affine import groups_of
 from gradprune.passes.domain import NO_NEEDS, Known, Needs, Value, joined_rows, moved_facts, moved_rows
 from gradprune.passes.flow import Flow, Node
@@ -21,40 +23,20 @@ LINEAR: Final = (
     "aten._fused_rms_norm_backward.default",
     "aten.native_group_norm_backward.default",
     "aten.native_batch_norm_backward.default",
-    "aten.cudnn_batch_norm_backward.default",
-    "aten.batch_norm_backward.default",
     "aten.embedding_dense_backward.default",
     "aten.convolution_backward.default",
-    "aten.linear_backward.default",
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
     "aten._scaled_dot_product_flash_attention_backward.default",
     "aten._scaled_dot_product_efficient_attention_backward.default",
     "aten._scaled_dot_product_cudnn_attention_backward.default",
-    "aten._scaled_dot_product_fused_attention_overrideable_backward.default",
     "aten._flash_attention_backward.default",
     "aten._efficient_attention_backward.default",
     "aten.max_pool2d_with_indices_backward.default",
-    "aten.max_pool3d_with_indices_backward.default",
     "aten.avg_pool2d_backward.default",
-    "aten.avg_pool3d_backward.default",
     "aten._adaptive_avg_pool2d_backward.default",
-    "aten._adaptive_avg_pool3d_backward.default",
     "aten.unfold_backward.default",
     "aten.glu_backward.default",
     "aten._prelu_kernel_backward.default",
-    "aten._embedding_bag_dense_backward.default",
-    "aten.upsample_bilinear2d_backward.default",
-    "aten.upsample_nearest1d_backward.default",
-    "aten.upsample_nearest2d_backward.default",
-    "aten.reflection_pad1d_backward.default",
-    "aten.reflection_pad2d_backward.default",
-    "aten.replication_pad1d_backward.default",
-    "aten.replication_pad2d_backward.default",
-    "aten._cdist_backward.default",
-    "aten._weight_norm_interface_backward.default",
-    "aten.nll_loss2d_backward.default",
-    "aten.grid_sampler_2d_backward.default",
-    "aten._thnn_fused_lstm_cell_backward_impl.default",
 )
 
 
@@ -100,9 +82,6 @@ def _named_arguments(node: Node) -> list[tuple[str, Any]]:
 
 
 ELEMENTWISE: Final = (
-    "aten.tanh_backward.default",
-    "aten.sigmoid_backward.default",
-    "aten.gelu_backward.default",
     "aten.silu_backward.default",
     "aten.mish_backward.default",
     "aten.elu_backward.default",
@@ -110,15 +89,21 @@ ELEMENTWISE: Final = (
     "aten.log_sigmoid_backward.default",
     "aten.hardswish_backward.default",
     "aten.hardsigmoid_backward.default",
-    "aten.logit_backward.default",
     "aten.native_dropout_backward.default",
+)
+"""Cotangent times a function of the saved tensors at the same position that is finite wherever they are."""
+
+OVERFLOWING: Final = (
+    "aten.tanh_backward.default",
+    "aten.sigmoid_backward.default",
+    "aten.gelu_backward.default",
     "aten.mse_loss_backward.default",
     "aten.smooth_l1_loss_backward.default",
     "aten.huber_loss_backward.default",
     "aten.binary_cross_entropy_backward.default",
     "aten.soft_margin_loss_backward.default",
 )
-"""Cotangent times a function of the saved tensors at the same position."""
+"""The same, but the function overflows for large saved numbers: then 0 times it is NaN, and the result not finite."""
 
 SELECTING: Final = (
     "aten.threshold_backward.default",
@@ -133,23 +118,38 @@ SELECTING: Final = (
 
 @rule(*ELEMENTWISE)
 def elementwise_backward(flow: Flow, node: Node, *_: Any, **__: Any) -> Value | None:
-    return _elementwise(flow, node, saved_matters=True)
+    return _elementwise(flow, node, _saved_finite)
+
+
+@rule(*OVERFLOWING)
+def overflowing_backward(flow: Flow, node: Node, *_: Any, **__: Any) -> Value | None:
+    return _elementwise(flow, node, _result_finite)
 
 
 @rule(*SELECTING)
 def selecting_backward(flow: Flow, node: Node, *_: Any, **__: Any) -> Value | None:
-    return _elementwise(flow, node, saved_matters=False)
+    return _elementwise(flow, node, lambda *_: NO_NEEDS)
 
 
-def _elementwise(flow: Flow, node: Node, *, saved_matters: bool) -> Value | None:
+def _saved_finite(flow: Flow, node: Node, saved: Sequence[Node]) -> Needs | None:
+    needs: Needs | None = NO_NEEDS
+    for argument in saved:
+        finite = flow.finite(argument)
+        needs = needs | finite if needs is not None and finite is not None else None
+    return needs
+
+
+def _result_finite(flow: Flow, node: Node, saved: Sequence[Node]) -> Needs | None:
+    small = all(intervals.magnitude(flow.value(argument).bounds) <= 2 for argument in saved)
+    return _saved_finite(flow, node, saved) if small else flow.condition("finite", node)
+
+
+def _elementwise(flow: Flow, node: Node, needed: Callable[..., Needs | None]) -> Value | None:
     named = [(name, argument) for name, argument in _named_arguments(node) if isinstance(argument, Node)]
     gradient, saved = named[0][1], [argument for name, argument in named[1:] if name != "buffer"]
     if gradient not in flow.cotangents or any(argument in flow.cotangents for argument in saved):
         return None
-    needs: Needs | None = NO_NEEDS
-    for argument in saved if saved_matters else ():
-        finite = flow.finite(argument)
-        needs = needs | finite if needs is not None and finite is not None else None
+    needs = needed(flow, node, saved)
 
     def combine(p: Known | None, *_: Known | None) -> Known | None:
         return Known(0, p.needs | needs) if p is not None and p.value == 0 and needs is not None else None
@@ -175,11 +175,14 @@ def softmax_backward(flow: Flow, node: Node, gradient: Any, output: Any, dim: in
     return Value(value.dims, dtype_of(node), const, facts, rows=rows)
 
 
-@rule("aten.nll_loss_backward.default")
+@rule("aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default")
 def nll_loss_backward(
     flow: Flow, node: Node, gradient: Any, a: Any, target: Any, weight: Any, reduction: int, _: Any, total: Any
 ) -> Value | None:
-    """The log-probabilities are not read; a mean (reduction 1) divides by the total weight."""
+    """The log-probabilities are not read; a mean (reduction 1) divides by the total weight.
+
+    The gradient [N, C, ...] has one class dimension more than the cotangent and the target [N, ...].
+    """
     value, wanted = flow.value(gradient), flow.value(target)
     needs = flow.finite(weight) if weight is not None else NO_NEEDS
     divisor = flow.nonzero(total) if reduction == 1 else NO_NEEDS
@@ -187,7 +190,8 @@ def nll_loss_backward(
         return None
     needs |= divisor
     dims = groups_of(shape_of(node))
-    of_gradient, of_target = (same_positions(v.dims, dims[:1], set()) for v in (value, wanted))
+    places = (*dims[:1], *dims[2:]) if len(dims) > 1 else ()
+    of_gradient, of_target = (same_positions(v.dims, places, set()) for v in (value, wanted))
     const = Known(0, value.const.needs | needs) if value.const is not None and value.const.value == 0 else None
     rows = joined_rows([moved_rows(value.rows, of_gradient), moved_rows(wanted.rows, of_target)])
     facts = only_zeros(moved_facts(value.facts, of_gradient), needs)

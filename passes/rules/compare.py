@@ -108,9 +108,7 @@ def _is_logical(node: Node, a: Any, b: Any) -> bool:
     return "logical" in str(node.target) or dtype_of(node) == torch.bool
 
 
-@rule(
-    "aten.logical_or.default", "aten.bitwise_or.Tensor", "aten.bitwise_or.Scalar", "operator.or_"
-)
+@rule("aten.logical_or.default", "aten.bitwise_or.Tensor", "aten.bitwise_or.Scalar", "operator.or_")
 def logical_or(flow: Flow, node: Node, a: Any, b: Any) -> Value | None:
     if not _is_logical(node, a, b):
         return None

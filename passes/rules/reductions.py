@@ -9,7 +9,7 @@ from typing import Any
 
 from gradprune.passes import intervals
 from gradprune.passes.affine import Group, Size, product
-from gradprune.passes.domain import NO_NEEDS, Known, Needs, Number, Reach, Value
+from gradprune.passes.domain import NO_NEEDS, Known, Needs, Number, Reach, Value, exact
 from gradprune.passes.flow import Flow, Node
 from gradprune.passes.intervals import ANY, MANY, Interval
 from gradprune.passes.registry import rule
@@ -32,7 +32,8 @@ def reduced(
     read = remapped(value, out, forgotten(value.dims[place] for place in places))
 
     def kept(known: Known | None) -> Known | None:
-        return Known(known.value, known.needs | needs) if known is not None and keep(known.value) else None
+        number = exact(known.value, dtype_of(node)) if known is not None and keep(known.value) else None
+        return Known(number, known.needs | needs) if known is not None and number is not None else None
 
     facts = {key: known for key, before in read.facts.items() if (known := kept(before)) is not None}
     return Value(read.dims, dtype_of(node), kept(read.const), facts, bounds=ANY, broken=value.broken, rows=read.rows)

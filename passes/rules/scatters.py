@@ -190,8 +190,8 @@ def _put_where(value: Value, mask: Value, written: Value, accumulate: bool) -> V
     source = remapped(written, (), forgotten(written.dims))
 
     def combine(condition: Known | None, new: Known | None, old: Known | None) -> Known | None:
-        if accumulate and not (new is not None and new.value == 0):
-            new = None
+        if accumulate:
+            new = Known(old.value + new.value, old.needs | new.needs) if old is not None and new is not None else None
         return picked_by_condition(condition, new, old)
 
     return combined(value.dtype, shape, [mask, source, value], combine)

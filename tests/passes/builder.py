@@ -16,7 +16,7 @@ from gradprune.passes.flow import TANGENT, Clause, Flow
 from tests.passes.claims import Checker, Node
 
 aten = torch.ops.aten
-SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-30, -1e30, 88.0, 300.0)
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-30, -1e30, 3e38, -3e38, 88.0, 300.0)
 BROKEN = (float("inf"), float("-inf"), float("nan"))
 NUMBERS = (0, 1, -1, 0.5, 2, 0.25, 1e-8, 1e30, 0.1)
 

@@ -10,6 +10,7 @@ import sympy
 import torch
 import torch.fx
 
+from gradprune.facts import BOUND
 from gradprune.joint import JointGraph
 from gradprune.passes.affine import EVERY, Affine, Atom, size_of
 from gradprune.passes.domain import Key, Need, Needs, Value
@@ -79,6 +80,7 @@ def holds(need: Need, values: Mapping[Node, Any]) -> bool:
         "notnan": lambda: not value.isnan().any(),
         "nonzero": lambda: bool((value != 0).all()),
         "nonempty": lambda: value.numel() > 0,
+        "bounded": lambda: bool((value.abs() <= BOUND).all()),
     }[need.kind]()
 
 
@@ -195,7 +197,11 @@ def check_rows(flow: Flow, before: Mapping[Node, Any], after: Mapping[Node, Any]
     checker = Checker(flow, before, {})
     checker.symbols = symbol_values(before)
     for node, claims in flow.values.items():
-        pairs = zip(claims, before[node], after[node]) if isinstance(claims, tuple) else [(claims, before[node], after[node])]
+        pairs = (
+            zip(claims, before[node], after[node])
+            if isinstance(claims, tuple)
+            else [(claims, before[node], after[node])]
+        )
         for claim, one, two in pairs:
             if not isinstance(claim, Value) or claim.rows is EVERY or not isinstance(one, torch.Tensor | int | float):
                 continue
@@ -208,5 +214,3 @@ def check_rows(flow: Flow, before: Mapping[Node, Any], after: Mapping[Node, Any]
             if changed.any():
                 raise Unsound(f"{node.format_node()} claims to read row {claim.rows}, but row {row} changes it")
     return count
-
-
