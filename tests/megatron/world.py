@@ -43,13 +43,16 @@ class World:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, limit: float = 60.0) -> list[Any]:
-        """``function(*args)`` on every rank; results by rank. Raises RankError if any raised, or ran past `limit` s."""
+    def run(self, function: Callable[..., Any], *args: Any, limit: float = 60.0, grace: float = 3.0) -> list[Any]:
+        """``function(*args)`` on every rank; results by rank.
+
+        Raises RankError if any raised, or ran past `limit` seconds; the others then have `grace` seconds to follow.
+        """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__qualname__, args))
-        results, failures = self._collect(time.monotonic() + limit)
+        results, failures = self._collect(time.monotonic() + limit, grace)
         if failures:
             self.close()
             raise RankError(failures)
@@ -71,12 +74,12 @@ class World:
             process.start()
             self._processes.append(process)
             self._pipes.append(here)
-        _, failures = self._collect(time.monotonic() + START_LIMIT)
+        _, failures = self._collect(time.monotonic() + START_LIMIT, 0.0)
         if failures:
             self.close()
             raise RankError(failures)
 
-    def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, tuple[str, str]]]:
+    def _collect(self, deadline: float, grace: float) -> tuple[dict[int, Any], dict[int, tuple[str, str]]]:
         results: dict[int, Any] = {}
         failures: dict[int, tuple[str, str]] = {}
         waiting = dict(zip(self._pipes, range(self.size)))
@@ -95,6 +98,7 @@ class World:
                     results[rank] = value
                 else:
                     failures[rank] = (kind, value)
+                    deadline = min(deadline, time.monotonic() + grace)
         return results, failures
 
 
