@@ -126,7 +126,7 @@ class Pruner:
         self._calls += 1
         return Microbatch(self._calls - 1, models, known, named, constants)
 
-    def start(self, microbatch: Microbatch) -> LiveRun | WatchedRun | PrunedRun:
+    def start(self, microbatch: Microbatch) -> Run:
         self._stop_listening()
         way = self._way(microbatch)
         if isinstance(way, Live):
@@ -381,6 +381,9 @@ class PrunedRun:
         self._pruner.book.doubt(self._microbatch.family)
         self._rollback.restore()
         return LiveRun(self._pruner, self._microbatch, Live(why), again=True)
+
+
+Run = LiveRun | WatchedRun | PrunedRun
 
 
 def replaced(output: Any, old: torch.Tensor, new: torch.Tensor) -> Any:

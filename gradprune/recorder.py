@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from gradprune.collectives import reported
 from gradprune.data_numbers import DataFloat, DataInt, Formula, Recording, marked, plain, unmarked
 from gradprune.errors import TraceError
+from gradprune.facts import SourceLine
 from gradprune.frames import user_line
 from gradprune.ledger import Ledger
 from gradprune.tape import Entry, Leaf, Ref, Size, Tape, autocast_state, kind_of, tensors_in
@@ -65,6 +66,8 @@ class CallObserver(TorchFunctionMode):
     def call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         if self._paused:
             return func(*args, **kwargs)
+        if name == "backward":
+            self.backward_begins()
         if name in _QUERIES:
             return func(*plain(args), **plain(kwargs))
         self._paused += 1
@@ -78,6 +81,10 @@ class CallObserver(TorchFunctionMode):
 
     def written(self, tensors: list[torch.Tensor]) -> None:
         """A collective that the user's code issued writes to `tensors`."""
+        raise NotImplementedError
+
+    def backward_begins(self) -> None:
+        """The user's code calls backward before the microbatch is at its end."""
         raise NotImplementedError
 
     def _communicated(self, tensors: list[torch.Tensor]) -> None:
@@ -117,6 +124,7 @@ class Recorder(CallObserver):
         self._count = 0
         self._held: dict[int, torch.Tensor] = {}
         self._recording = Recording()
+        self._backward: SourceLine | None = None
         self.communicates = False
 
     @contextmanager
@@ -134,12 +142,17 @@ class Recorder(CallObserver):
             self._outputs[id(tensor)] = name
             self._number(tensor)
 
+    def backward_begins(self) -> None:
+        self._backward = user_line()
+
     def leaf_tensor(self, leaf: Leaf) -> torch.Tensor:
         """The real tensor of a leaf of this recording."""
         return self._held[leaf.number]
 
     def finish(self, loss: torch.Tensor) -> tuple[Tape, list[torch.Tensor]]:
         """The tape up to `loss`, without what the loss does not depend on, and the real tensors of its leaves."""
+        if self._backward is not None:
+            raise TraceError("a backward runs inside the microbatch, before its own", self._backward)
         tape, kept = Tape(self._entries, self._leaves, self._number(loss)).sliced()
         return tape, [self._held[number] for number in kept]
 

@@ -14,9 +14,10 @@ from gradprune.facts import Hypothesis
 from gradprune.flops import FlopReport
 from gradprune.guard import OnViolation
 from gradprune.known import examine
-from gradprune.pruner import LiveRun, Microbatch, Policy, Pruner
+from gradprune.pruner import LiveRun, Microbatch, Policy, PrunedRun, Pruner, Run
 from gradprune.runs import batch_constants, batch_leaves
 from gradprune.schedule import Schedule, no_schedule
+from gradprune.watch import RunInVain
 
 Call = Callable[[], Any]
 
@@ -86,9 +87,8 @@ class PrunedStep:
             )
         batch = args[1] if len(args) > 1 else next(iter(kwargs.values()))
         run = self._pruner.start(self._microbatch(args[0], batch))
-        with run.segment():
-            output = self._step(*args, **kwargs)
-        return _finish(run.finish(output), functools.partial(self._step, *args, **kwargs))
+        call = functools.partial(self._step, *args, **kwargs)
+        return _finish(_attempt(run, call), call)
 
     def _forward_step(self, iterator: Any, model: torch.nn.Module, *rest: Any, **kwargs: Any) -> Any:
         """One call of a Megatron ``forward_step``: its microbatch ends with the loss function that it returns."""
@@ -104,19 +104,37 @@ class PrunedStep:
             live_output, live_loss = call()
             return live_loss(live_output)
 
-        with run.segment():
-            output, loss_func = call()
+        try:
+            with run.segment():
+                output, loss_func = call()
+        except RunInVain as reason:
+            run = _take_back(run, reason)
+            with run.segment():
+                output, loss_func = call()
 
         def finishing_loss(*args: Any, **kwargs: Any) -> Any:
-            with run.segment():
-                result = loss_func(*args, **kwargs)
-            return _finish(run.finish(result), again)
+            return _finish(_attempt(run, functools.partial(loss_func, *args, **kwargs)), again)
 
         return output, finishing_loss
 
     def _microbatch(self, model: torch.nn.Module, batch: Any) -> Microbatch:
         known = examine(batch, self._pruner.policy.hypothesis, allow_sync=self._allow_sync)
         return self._pruner.microbatch({"": model}, known, batch_leaves(batch), batch_constants(batch))
+
+
+def _attempt(run: Run, call: Call) -> Any:
+    """What a run finishes with that calls `call` last: the output, or a LiveRun for another attempt."""
+    try:
+        with run.segment():
+            output = call()
+    except RunInVain as reason:
+        return _take_back(run, reason)
+    return run.finish(output)
+
+
+def _take_back(run: Run, reason: RunInVain) -> LiveRun:
+    assert isinstance(run, PrunedRun)
+    return run.repeat(str(reason))
 
 
 def _finish(finished: Any, again: Call) -> Any:

@@ -24,6 +24,10 @@ _REWIRING = EFFECTS | {"requires_grad_", "detach_", "set_"}
 Look = Callable[[int, torch.Tensor], None]
 
 
+class RunInVain(BaseException):
+    """A run without a graph cannot go on; it must be taken back. No handler of the user's should catch it."""
+
+
 class _Differs(Exception):
     """An operand is not the one on the tape."""
 
@@ -81,6 +85,9 @@ class TapeWatch(CallObserver):
         elif name in _REWIRING and name != "__setitem__" and any(map(self._is_known, tensors_in((args, kwargs)))):
             self._spoiled = f"it called {name} on a tensor of the loss"
         return result
+
+    def backward_begins(self) -> None:
+        raise RunInVain("a backward runs inside the microbatch, before its own")
 
     def written(self, tensors: list[torch.Tensor]) -> None:
         self._ledger.void(tensors)
