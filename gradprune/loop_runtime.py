@@ -19,7 +19,8 @@ from gradprune.loop_factors import Factor
 from gradprune.loop_scope import find_models, scalars, tensors
 from gradprune.modes import mode_depth
 from gradprune.planner import PlannedMicrobatch, planned
-from gradprune.pruner import LiveRun, Microbatch, PrunedRun, Pruner, WatchedRun
+from gradprune.pruner import LiveRun, Microbatch, PrunedRun, Pruner, Run
+from gradprune.watch import RunInVain
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,11 @@ class PrunedLoop:
     ) -> Microbatch:
         known = self._know(factors, plan) if problem is None else Known(False, problem)
         in_loop = {name: value for name, value in values.items() if name in self.names.in_loop}
-        # A factor last: where it is a tensor of the batch too, it keeps the name that the hypothesis uses.
-        return self.pruner.microbatch(find_models(values), known, {**tensors(in_loop), **factors})
+        named = {name: tensor for name, tensor in tensors(in_loop).items() if name not in factors}
+        # The last name of a tensor counts: a factor that is part of the batch keeps the name in the hypothesis.
+        return self.pruner.microbatch(find_models(values), known, {**named, **factors})
 
-    def _start(self, microbatch: Microbatch, values: Mapping[str, Any]) -> LiveRun | WatchedRun | PrunedRun:
+    def _start(self, microbatch: Microbatch, values: Mapping[str, Any]) -> Run:
         if microbatch.known.holds and not microbatch.models:
             why = "no module with trainable parameters is in reach of the names that this loop reads"
             self.refuse(why)
@@ -144,13 +146,13 @@ class LoopMicrobatch:
         self,
         loop: PrunedLoop,
         microbatch: Microbatch,
-        run: LiveRun | WatchedRun | PrunedRun,
+        run: Run,
         before: dict[str, Any],
         problem: str | None,
     ) -> None:
         self.again, self.before = False, before
         self._loop, self._microbatch, self._problem = loop, microbatch, problem
-        self._run: LiveRun | WatchedRun | PrunedRun | None = run
+        self._run: Run | None = run
         self._stack = ExitStack()
 
     def __enter__(self) -> LoopMicrobatch:
@@ -190,6 +192,8 @@ class LoopMicrobatch:
         try:
             if kind is None:
                 self.leave()
+            elif isinstance(error, RunInVain) and isinstance(self._run, PrunedRun):
+                self._go_back(self._run.repeat(str(error)))
         except _Again:
             return True
         finally:
