@@ -226,9 +226,10 @@ class CallWatch(PausableMode):
         if self._position < len(stream.calls):
             call = stream.calls[self._position]
             return f"the run ends before {call.function}" + (f"   at {call.where}" if call.where else "")
-        for fact in stream.facts:
-            if evaluate(fact, values) is not True and evaluate(fact, values) != 1:
-                return f"the recorded program took for granted that {fact}"
+        for question, answer in stream.facts:
+            found = evaluate(question, values)
+            if found is None or bool(found) is not answer:
+                return f"recorded was {question} -> {answer}, the run has {found}"
         return ""
 
 

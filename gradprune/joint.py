@@ -64,7 +64,7 @@ class CallStream:
 
     leaves: the tensors that the program is given, numbered 0, 1, ... in this order.
     others: by number, the tensors that it found elsewhere.
-    facts: expressions over sizes and data that are true on this path, the program's own decisions among them.
+    facts: questions about sizes and data, as expressions, and their answers on this path; not a < b is not b <= a.
     reads: where a symbol of these expressions comes from: its name -> (what was read, index in the flattened value).
     mutates: whether a call of the path changes a leaf or another tensor from outside.
     """
@@ -72,7 +72,7 @@ class CallStream:
     calls: tuple[Call, ...]
     leaves: tuple[Layout, ...] = ()
     others: Mapping[int, Layout] = field(default_factory=dict)
-    facts: tuple[Any, ...] = ()
+    facts: tuple[tuple[Any, bool], ...] = ()
     reads: Mapping[str, tuple[tuple[Any, ...], int]] = field(default_factory=dict)
     mutates: bool = False
 

@@ -43,9 +43,11 @@ def inputs_of(program: Callable[..., Any], values: Mapping[str, torch.Tensor]) -
     return {name: values[name] for name in inspect.signature(program).parameters}
 
 
-def trace(program: Callable[..., Any], values: Mapping[str, torch.Tensor] | None = None) -> tuple[JointGraph, ...]:
+def trace(
+    program: Callable[..., Any], values: Mapping[str, torch.Tensor] | None = None, max_paths: int = 64
+) -> tuple[JointGraph, ...]:
     given = inputs_of(program, values or example())
-    return trace_joint(program, list(given.values()), names=list(given), wrt=WRT)
+    return trace_joint(program, list(given.values()), names=list(given), wrt=WRT, max_paths=max_paths)
 
 
 def run(

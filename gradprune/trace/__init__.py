@@ -28,7 +28,7 @@ from gradprune.trace.graphs import drop_unread, read_originals
 from gradprune.trace.shapes import BranchingShapeEnv, Sizes, symbolic_dims
 from gradprune.trace.standins import standing_in, symbolic_builtins
 from gradprune.trace.tracer import LineTracer, capturing
-from gradprune.trace.unknown import NeedsSymbolicBuiltins, Stopped
+from gradprune.trace.unknown import NeedsSymbolicBuiltins, Stopped, Unknown
 from gradprune.trees import leaves, loss_of, map_tensors
 
 __all__ = ["trace_joint"]
@@ -157,7 +157,7 @@ def _trace_path(program: Program, shape_env: BranchingShapeEnv, *, symbolic: boo
         inputs = _Inputs(program, mode)
         try:
             with mode:
-                loss = loss_of(program.call(inputs.values))
+                loss = _loss_of(program.call(inputs.values))
             mode.finish_forward()
             return _finish(program, tracer, mode, loss, inputs, shape_env)
         except Stopped as stopped:
@@ -168,6 +168,14 @@ def _trace_path(program: Program, shape_env: BranchingShapeEnv, *, symbolic: boo
             if shape_env.decisions and _is_raised_by_user(error):
                 return None
             raise _as_trace_error(error) from error
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    first = output[0] if isinstance(output, tuple) and output else output
+    for value in (first, output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)):
+        if isinstance(value, Unknown):
+            value.refuse()
+    return loss_of(output)
 
 
 class _Inputs:

@@ -40,7 +40,7 @@ from gradprune.facts import SourceLine
 from gradprune.joint import Call, CallStream, Layout, TracedInput
 from gradprune.trace.graphs import Equality
 from gradprune.trace.shapes import BranchingShapeEnv, Sizes, data_sizes, layout_of
-from gradprune.trace.standins import SYMBOLIC, source_of
+from gradprune.trace.standins import SYMBOLIC, TORCH_FUNCTIONS, source_of
 from gradprune.trace.tracer import LineTracer
 from gradprune.trace.unknown import LazyList, Stopped, Unknown, filled, first_unknown
 
@@ -117,7 +117,7 @@ class TraceMode(CallRecorder):
             self.matchable = False
             return Unknown(f"the data of a tensor, as {name} gives it,", where)
         args, kwargs = self._swap(args, where), self._swap(kwargs, where)
-        if self.backward:
+        if self.backward or self._pauses:
             return func(*args, **kwargs)
         return self._call(func, name, args, kwargs, where)
 
@@ -127,7 +127,7 @@ class TraceMode(CallRecorder):
         operands = () if self._inside_scripted else self.operands(args, kwargs)
         with self._attributed(where, is_python=not any(map(_is_array, flatten(args, kwargs)))):
             try:
-                result = _STAND_INS.get(name, func)(*self._hooked(name, args), **kwargs)
+                result = TORCH_FUNCTIONS.get(name, func)(*self._hooked(name, args), **kwargs)
             except _NEEDS_DATA as error:
                 return self._needs_data(func, name, args, kwargs, where, error)
             except Exception as error:
@@ -243,7 +243,7 @@ class TraceMode(CallRecorder):
         if key not in self._values:
             first = len(self._shape_env.unbacked)
             with self._attributed(where, is_python=False):
-                read = self._list if name == "tolist" else _STAND_INS.get(name, func)
+                read = self._list if name == "tolist" else TORCH_FUNCTIONS.get(name, func)
                 self._values[key] = read(*args, **kwargs)
             self._note_reads(read_key(self.numbers, func, args), first)
         return self._values[key]
@@ -261,7 +261,8 @@ class TraceMode(CallRecorder):
 
         def fill() -> list[Any]:
             first = len(self._shape_env.unbacked)
-            values = _as_list(tensor)
+            with self.paused():
+                values = _as_list(tensor)
             self._note_reads(key, first)
             return values
 
@@ -304,7 +305,7 @@ class TraceMode(CallRecorder):
 
     def stream(self, leaves: Sequence[str]) -> CallStream:
         """The recorded calls, and what a run must be like to be compared with them."""
-        facts = self._shape_env.facts() if self.matchable else (False,)
+        facts = self._shape_env.facts() if self.matchable else ((False, True),)
         layouts = tuple(self._layouts[name] for name in leaves)
         return CallStream(tuple(self.calls), layouts, self._others, facts, self._reads, self._mutates)
 
@@ -381,18 +382,3 @@ def _is_array(value: Any) -> bool:
 
 def _is_ours(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FunctionalTensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool((a == b).all())
-
-
-def _all_close(*args: Any, **kwargs: Any) -> bool:
-    return bool(torch.isclose(*args, **kwargs).all())
-
-
-def _deep_copy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-_STAND_INS = {"equal": _equal, "allclose": _all_close, "__deepcopy__": _deep_copy}

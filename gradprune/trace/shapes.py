@@ -97,7 +97,7 @@ class BranchingShapeEnv(ShapeEnv):
                 self._learn(part, answer)
         elif isinstance(question, sympy.Not):
             self._learn(question.args[0], not answer)
-        elif isinstance(question, Relational) and all(symbol.is_integer for symbol in question.free_symbols):
+        elif isinstance(question, Relational) and all(side.is_integer for side in question.args):
             self.guard_or_defer_runtime_assert(question if answer else sympy.Not(question), "decision of this path")
 
     def _refuse(self, expr: sympy.Basic) -> None:
@@ -121,13 +121,12 @@ class BranchingShapeEnv(ShapeEnv):
         """What torch took for granted about sizes that only data determines, such as that two of them are equal."""
         return [check.expr for checks in self.deferred_runtime_asserts.values() for check in checks]
 
-    def facts(self) -> tuple[sympy.Basic, ...]:
-        """What is true on this path, as expressions: guards on sizes, decisions on data, and what torch assumed."""
-        answers = [(decision.question, decision.answer) for decision in self.decisions]
-        found = [guard.expr for guard in self.guards]
-        found += self.assumptions()
-        found += [question if answer else sympy.Not(question) for question, answer in answers]
-        found += [symbol >= 2 for symbol in self.backed_var_to_val]  # torch takes 0 and 1 for constants
+    def facts(self) -> tuple[tuple[sympy.Basic, bool], ...]:
+        """Questions and their answers on this path: guards on sizes, decisions on data, and what torch assumed."""
+        found = [(guard.expr, True) for guard in self.guards]
+        found += [(assumption, True) for assumption in self.assumptions()]
+        found += [(decision.question, decision.answer) for decision in self.decisions]
+        found += [(symbol >= 2, True) for symbol in self.backed_var_to_val]  # torch takes 0 and 1 for constants
         return tuple(dict.fromkeys(found))
 
 

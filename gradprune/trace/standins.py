@@ -142,6 +142,26 @@ def _restore(module: dict[str, Any], replacements: dict[str, Any], before: dict[
     module.update(before)
 
 
+def _truth(tensor: torch.Tensor) -> bool:
+    return bool(tensor.item())  # torch's own wants the number, not only whether it is zero
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool((a == b).all().item())
+
+
+def _all_close(*args: Any, **kwargs: Any) -> bool:
+    return bool(torch.isclose(*args, **kwargs).all().item())
+
+
+def _deep_copy(tensor: torch.Tensor, memo: Any) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+#: What runs in place of torch's functions of these names.
+TORCH_FUNCTIONS = {"__bool__": _truth, "equal": _equal, "allclose": _all_close, "__deepcopy__": _deep_copy}
+
+
 def _checkpoint_function(observer: _Observer) -> Any:
     """Reentrant checkpointing without the recomputation: the same values, the same gradients."""
     original = torch.utils.checkpoint.CheckpointFunction
