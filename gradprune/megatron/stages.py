@@ -50,9 +50,10 @@ class Stages:
             for router in self._routers[index]:
                 stack.enter_context(replaced(router, "routing", _with_grad(router.routing)))
             stack.callback(_forget_activations, owner, len(_deferred_activations(owner)))
-            # Recomputation that distributes saved activations cuts its argument to pieces: let it be an alias.
-            owner.set_input_tensor([None if tensor is None else tensor.detach() for tensor in received])
-            stack.callback(owner.set_input_tensor, list(received))
+            if received:
+                # Recomputation that distributes saved activations cuts its argument to pieces: let it be an alias.
+                owner.set_input_tensor([None if tensor is None else tensor.detach() for tensor in received])
+                stack.callback(owner.set_input_tensor, list(received))
             yield waited_for
 
     def _receiving(self, index: int, receive: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,10 +53,16 @@ def parse_dead(text: str) -> Dead:
     return [[{int(item) for item in rank.split(",") if item} for rank in step.split("|")] for step in text.split(";")]
 
 
-def compare_arms(layout: Layout, dead: Dead, without: tuple[str, ...] = ()) -> Outcome:
-    """Both arms on this rank. without: remedies to leave out, by name, to show that they are needed."""
-    unpruned = run_arm(layout, dead, prune=False)
-    pruned = run_arm(layout, dead, prune=True, without=without)
+def compare_arms(
+    layout: Layout, dead: Dead, without: tuple[str, ...] = (), skipped: tuple[int, ...] = (), resumed: int | None = None
+) -> Outcome:
+    """Both arms on this rank.
+
+    without: remedies to leave out, by name, to show that they are needed. skipped: steps that the optimizer does not
+    take, as after an overflow. resumed: the step before which everything is saved, built anew and loaded.
+    """
+    unpruned = run_arm(layout, dead, False, (), skipped, resumed)
+    pruned = run_arm(layout, dead, True, without, skipped, resumed)
     names = sorted(unpruned.tensors.keys() | pruned.tensors.keys())
     return Outcome(
         differences=[name for name in names if not _equal(unpruned.tensors.get(name), pruned.tensors.get(name))],
@@ -74,56 +81,79 @@ def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return torch.equal(one, other)
 
 
-def run_arm(layout: Layout, dead: Dead, prune: bool, without: tuple[str, ...] = ()) -> Trace:
-    trace, trainee = Trace(), build(layout)
-    try:
+def run_arm(
+    layout: Layout,
+    dead: Dead,
+    prune: bool,
+    without: tuple[str, ...] = (),
+    skipped: tuple[int, ...] = (),
+    resumed: int | None = None,
+) -> Trace:
+    trace, saved = Trace(), None
+    for first, last in ((0, resumed), (resumed, len(dead))) if resumed else ((0, len(dead)),):
+        trainee = build(layout)
+        if saved is not None:
+            _load(trainee, saved)
         with ExitStack() as stack:
+            stack.callback(parallel_state.destroy_model_parallel)
             stack.enter_context(_counted_collectives(trace.collectives))
-            step: Callable[..., Any] = make_forward_step(layout)
-            if prune:
-                schedule = stack.enter_context(gradprune.megatron.attach(trainee.chunks, trainee.config))
-                for remedy in without:
-                    REMEDIES[remedy](schedule, stack)
-                step = gradprune.compile(step, zero="advantages * loss_mask", schedule=schedule)
+            step = _make_step(layout, trainee, prune, without, stack)
             _count_backwards(trainee, trace)
-            for number, dead_now in enumerate(dead):
-                _train(layout, trainee, step, dead_now, number, trace)
-        _read_state(trainee, trace)
-        if prune:
-            decisions = step.explain().decisions  # type: ignore[attr-defined]
-            trace.dead = sum(not decision.outcome for decision in decisions)
-            trace.reasons = sorted({decision.outcome.reason for decision in decisions if decision.outcome})
-    finally:
-        parallel_state.destroy_model_parallel()
+            for number in range(first, last):
+                run_schedule(layout, trainee, step, dead[number], number, trace)
+                if number not in skipped:
+                    succeeded, norm, _ = trainee.optimizer.step()
+                    trace.tensors[f"step {number} succeeded"] = torch.tensor(succeeded)
+                    trace.tensors[f"step {number} gradient norm"] = torch.tensor(norm)
+            _read_state(trainee, trace)
+            saved = _save(trainee)
+            if prune:
+                decisions = step.explain().decisions
+                trace.dead += sum(not decision.outcome for decision in decisions)
+                trace.reasons += sorted({decision.outcome.reason for decision in decisions if decision.outcome})
     return trace
 
 
-def _train(layout: Layout, trainee: Trainee, step: Any, dead: list[set[int]], number: int, trace: Trace) -> None:
+def _make_step(layout: Layout, trainee: Trainee, prune: bool, without: tuple[str, ...], stack: ExitStack) -> Any:
+    step = make_forward_step(layout)
+    if not prune:
+        return step
+    schedule = stack.enter_context(gradprune.megatron.attach(trainee.chunks, trainee.config))
+    for remedy in without:
+        REMEDIES[remedy](schedule, stack)
+    return gradprune.compile(step, zero="advantages * loss_mask", schedule=schedule)
+
+
+def run_schedule(layout: Layout, trainee: Trainee, step: Any, dead: list[set[int]], number: int, trace: Trace) -> None:
+    """The forwards and backwards of one optimizer step; what they leave goes into `trace`."""
     rank = parallel_state.get_data_parallel_rank()
-    batches = make_batches(100 * number + rank, dead[rank])
-    iterators = _iterators(layout, step, batches)
+    iterators = bind(layout, step, make_batches(100 * number + rank, dead[rank]))
     for chunk in trainee.chunks:
         chunk.zero_grad_buffer()
     trainee.optimizer.zero_grad()
-    metrics = get_forward_backward_func()(
+    metrics = forward_backward(layout, trainee, step, iterators)
+    for index, row in enumerate(metrics):
+        trace.tensors |= {f"step {number} {name} of microbatch {index}": value for name, value in row.items()}
+    for name, parameter in _parameters(trainee):
+        if parameter.requires_grad:
+            trace.tensors[f"step {number} main_grad {name}"] = parameter.main_grad.clone()
+
+
+def forward_backward(layout: Layout, trainee: Trainee, step: Any, iterators: list[Any], **kwargs: Any) -> list[Any]:
+    """Megatron's own schedule over MICROBATCHES microbatches; the last stage's metrics of each."""
+    return get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iterators if layout.vpp else iterators[0],
         model=trainee.chunks if layout.vpp else trainee.chunks[0],
         num_microbatches=MICROBATCHES,
         seq_length=LENGTH * (ROWS if layout.packed else 1),
         micro_batch_size=1 if layout.packed else ROWS,
+        **kwargs,
     )
-    for index, row in enumerate(metrics):
-        trace.tensors |= {f"step {number} {name} of microbatch {index}": value for name, value in row.items()}
-    for name, parameter in _parameters(trainee):
-        if parameter.requires_grad:
-            trace.tensors[f"step {number} main_grad {name}"] = parameter.main_grad.clone()
-    succeeded, norm, _ = trainee.optimizer.step()
-    trace.tensors[f"step {number} succeeded"] = torch.tensor(succeeded)
-    trace.tensors[f"step {number} gradient norm"] = torch.tensor(norm)
 
 
-def _iterators(layout: Layout, step: Any, batches: list[Any]) -> list[Any]:
+def bind(layout: Layout, step: Any, batches: list[Any]) -> list[Any]:
+    """An iterator for each chunk; bound to a plan that all ranks agreed on if `step` is compiled."""
     chunks = layout.vpp or 1
     if not hasattr(step, "explain"):
         return [iter(batches) for _ in range(chunks)]
@@ -148,6 +178,16 @@ def _count_backwards(trainee: Trainee, trace: Trace) -> None:
     for chunk in trainee.chunks:
         first = next(parameter for parameter in chunk.module.parameters() if parameter.requires_grad)
         first.register_hook(counted)
+
+
+def _save(trainee: Trainee) -> Any:
+    return copy.deepcopy(([chunk.module.state_dict() for chunk in trainee.chunks], trainee.optimizer.state_dict()))
+
+
+def _load(trainee: Trainee, saved: Any) -> None:
+    for chunk, state in zip(trainee.chunks, saved[0], strict=True):
+        chunk.module.load_state_dict(state)
+    trainee.optimizer.load_state_dict(saved[1])
 
 
 def _read_state(trainee: Trainee, trace: Trace) -> None:

@@ -15,10 +15,6 @@ def worlds() -> Iterator[Callable[[int], World]]:
     running: dict[int, World] = {}
 
     def of_size(size: int) -> World:
-        # Two processes at a time are what a small machine has cores for.
-        for other in running:
-            if other != size:
-                running[other].close()
         return running.setdefault(size, World(size))
 
     yield of_size

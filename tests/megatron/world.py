@@ -23,6 +23,8 @@ import torch.multiprocessing as mp
 
 COLLECTIVE_TIMEOUT = 20.0
 """Seconds that a collective waits for the other ranks."""
+CLEAN = {"PlanError", "StalePlanError", "PruneError"}
+"""Raised on every rank, these leave no collective behind: the world can go on."""
 START_LIMIT = 120.0
 """Seconds for all processes to be there; imports on a busy machine."""
 
@@ -54,7 +56,8 @@ class World:
             pipe.send((function.__module__, function.__qualname__, args))
         results, failures = self._collect(time.monotonic() + limit, grace)
         if failures:
-            self.close()
+            if len(failures) < self.size or not {kind for kind, _ in failures.values()} <= CLEAN:
+                self.close()
             raise RankError(failures)
         return [results[rank] for rank in range(self.size)]
 
