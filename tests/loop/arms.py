@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,16 +48,28 @@ def make_batches(pattern: str, rows: int = 3, tokens: int = 4, seed: int = 0) ->
     return [make_batch(rows, tokens, dead=letter == "d", seed=seed + index) for index, letter in enumerate(pattern)]
 
 
-def train(loop: Callable[[Training], Any], pattern: str, *, decorate: bool, zero: str = ZERO, **options: Any) -> Arm:
-    """Run `loop` on the batches of a pattern; an exception that it raises is its result."""
+def train(
+    loop: Callable[[Training], Any],
+    pattern: str,
+    *,
+    decorate: bool,
+    zero: str = ZERO,
+    take: int | None = None,
+    strict: bool = True,
+    **options: Any,
+) -> Arm:
+    """Run `loop` on the batches of a pattern; an exception that it raises is its result.
+
+    take: how many items of a generator to take before it is closed; None for all.
+    """
     torch.manual_seed(0)
     model = TinyModel(width=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     training = Training(model, optimizer, make_batches(pattern), [])
-    function = gradprune.grpo_loop(zero, strict=True, **options)(loop) if decorate else loop
+    function = gradprune.grpo_loop(zero, strict=strict, **options)(loop) if decorate else loop
     arm = Arm(training.log, function=function)
     try:
-        arm.result = _drain(function(training))
+        arm.result = _drain(function(training), take)
     except Exception as error:  # noqa: BLE001  both arms must raise the same
         arm.result = (type(error), str(error))
     for name, parameter in model.named_parameters():
@@ -69,10 +82,14 @@ def train(loop: Callable[[Training], Any], pattern: str, *, decorate: bool, zero
     return arm
 
 
-def _drain(result: Any) -> Any:
+def _drain(result: Any, take: int | None) -> Any:
     if inspect.iscoroutine(result):
         return asyncio.run(result)
-    return list(result) if inspect.isgenerator(result) else result
+    if not inspect.isgenerator(result):
+        return result
+    taken = list(itertools.islice(result, take))
+    result.close()
+    return taken
 
 
 def assert_equal(decorated: Arm, plain: Arm) -> None:
@@ -94,10 +111,10 @@ def _same(one: Any, other: Any) -> bool:
     return isinstance(one, type(other)) and one == other
 
 
-def compare(loop: Callable[[Training], Any], pattern: str, **options: Any) -> Arm:
+def compare(loop: Callable[[Training], Any], pattern: str, *, take: int | None = None, **options: Any) -> Arm:
     """Both arms, compared; the decorated one."""
-    decorated = train(loop, pattern, decorate=True, **options)
-    assert_equal(decorated, train(loop, pattern, decorate=False))
+    decorated = train(loop, pattern, decorate=True, take=take, **options)
+    assert_equal(decorated, train(loop, pattern, decorate=False, take=take))
     return decorated
 
 

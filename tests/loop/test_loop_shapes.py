@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import gradprune
 from tests.loop import shapes
-from tests.loop.arms import compare
+from tests.loop.arms import Training, assert_equal, batch_loss, compare, token_logps, train
 from tests.loop.shapes import SHAPES
 
 
@@ -17,14 +18,33 @@ def test_prunes(name: str) -> None:
     assert decorated.outcomes == shape.outcomes
 
 
-def test_prunes_method(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prunes_method() -> None:
     method = gradprune.grpo_loop("advantages * mask", strict=True)(shapes.Actor.update_policy)
 
-    def by_decorated_worker(t: shapes.Training) -> None:
+    def by_decorated_worker(t: Training) -> None:
         method(shapes.Actor(t), t)
-
-    from tests.loop.arms import assert_equal, train
 
     decorated = train(by_decorated_worker, "dldd", decorate=False)
     assert_equal(decorated, train(shapes.by_worker, "dldd", decorate=False))
     assert [bool(decision.outcome) for decision in method.explain().decisions] == [False, True, False, False]
+
+
+def test_keeps_reference_kl() -> None:
+    """A penalty that no advantage multiplies: every microbatch has a gradient, and is left alone."""
+
+    def loop(t: Training) -> None:
+        for batch in t.batches:
+            logp = token_logps(t.model, batch["ids"])
+            kl = torch.exp(batch["old"] - logp) - (batch["old"] - logp) - 1
+            loss = batch_loss(t.model, batch) + 0.1 * (kl * batch["mask"]).mean()
+            loss.backward()
+            t.log.append(loss.item())
+            t.optimizer.step()
+
+    with pytest.warns(gradprune.errors.NoEffectWarning, match=r"kl \* batch"):
+        decorated = compare(loop, "dldd", strict=False)
+    assert decorated.outcomes == "llll"
+
+
+def test_audits() -> None:
+    assert compare(shapes.by_accumulation, "dldd", audit=1.0).outcomes == "dldd"
