@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradprune.data_parallel import core_of
+from gradprune.trace.modules import around_calls, is_compiled_in_place
 from gradprune.trees import leaves, map_tensors
 
 Enter = Callable[[], AbstractContextManager[Any]]
@@ -29,7 +30,8 @@ def trainable_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
         if module in found or not any(parameter.requires_grad for parameter in module.parameters()):
             continue
         found.append(module)
-        if not hasattr(module, "_orig_mod"):  # hooks inside a compiled module are ignored, or make it compile again
+        # Hooks inside a compiled module are ignored, or make it compile again.
+        if not hasattr(module, "_orig_mod") and not is_compiled_in_place(module):
             todo += module.children()
     return found
 
@@ -68,6 +70,9 @@ class Boundary:
         """The hooks are on while this is open; re-open it to go on with the same microbatch."""
         with ExitStack() as hooks:
             for module in dict.fromkeys([*self._modules, *map(core_of, self._modules)]):
+                if is_compiled_in_place(module):
+                    hooks.enter_context(around_calls(module, self._before, self._after))
+                    continue
                 handles = (
                     module.register_forward_pre_hook(self._before),
                     module.register_forward_hook(self._after, always_call=True),

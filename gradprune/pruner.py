@@ -127,16 +127,16 @@ class Pruner:
         return Microbatch(self._calls - 1, models, known, named, constants)
 
     def start(self, microbatch: Microbatch) -> Run:
-        self._stop_listening()
-        way = self._way(microbatch)
+        way = self.way(microbatch)
         if isinstance(way, Live):
             return LiveRun(self, microbatch, way)
         if way is None or not way.runnable or self.audited():
             return WatchedRun(self, microbatch)
         return PrunedRun(self, microbatch, way)
 
-    def _way(self, microbatch: Microbatch) -> Live | Proof | None:
+    def way(self, microbatch: Microbatch) -> Live | Proof | None:
         """Live with its reason, a proof to run dead by, or None: observe it, then decide."""
+        self._stop_listening()
         if not microbatch.known.holds:
             return Live(microbatch.known.reason)
         if not torch.is_grad_enabled():
@@ -199,11 +199,18 @@ class Pruner:
                 place.line if place else 1,
             )
 
-    def listen(self, proof: Proof, loss: torch.Tensor, heard: Callable[[torch.Tensor], None] | None = None) -> None:
-        """Learn what the coming backward from `loss` reaches beyond what the graph of `proof` shows."""
-        assert proof.hidden is not None
-        proof.hidden.listen(loss, heard)
-        self._listening.append(proof.hidden)
+    def listen(
+        self, arrivals: Arrivals, loss: torch.Tensor, heard: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
+        """Learn what the coming backward from `loss` reaches."""
+        arrivals.listen(loss, heard)
+        self._listening.append(arrivals)
+
+    def hear(self, microbatch: Microbatch, arrivals: Arrivals, loss: torch.Tensor) -> None:
+        """Audit a dead microbatch whose graph was left on by its own backward: each gradient must be zero."""
+        note = functools.partial(self.guard.note, "audit", microbatch.about)
+        self.listen(arrivals, loss, lambda gradient: note(magnitude(gradient)))
+        self.note(microbatch, Dead(microbatch.known.reason), audited=True)
 
     def _stop_listening(self) -> None:
         while self._listening:
@@ -317,13 +324,12 @@ class WatchedRun:
     def _listen(self, output: Any, proof: Proof) -> Any:
         """Leave the graph on, whose hidden part neither shows its leaves nor lets itself be asked for gradients."""
         pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
-        if proof.hidden is None or not proof.hidden.complete:
-            pruner.listen(proof, loss)
+        assert proof.hidden is not None
+        if not proof.hidden.complete:
+            pruner.listen(proof.hidden, loss)
             why = Live("reentrant checkpointing hides which parameters are reached: this backward shows it")
             return LiveRun(pruner, microbatch, why).finish(output)
-        note = functools.partial(pruner.guard.note, "audit", microbatch.about)
-        pruner.listen(proof, loss, lambda gradient: note(magnitude(gradient)))
-        pruner.note(microbatch, Dead(microbatch.known.reason), audited=True)
+        pruner.hear(microbatch, proof.hidden, loss)
         return output
 
     def _refuse(self, output: Any, refusal: Verdict) -> Any:

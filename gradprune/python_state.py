@@ -36,6 +36,9 @@ class PythonState:
         for name in names:
             del self._places[name]
 
+    def values(self) -> list[Any]:
+        return [value for _, value in self._places.values()]
+
     def __contains__(self, name: str) -> bool:
         return name in self._places
 

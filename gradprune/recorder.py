@@ -7,6 +7,7 @@ a difference.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +56,7 @@ class CallObserver(TorchFunctionMode):
         """Calls made inside are not observed."""
         self._paused += 1
         try:
-            with suspended(self):
+            with suspended(self), _unpatched():
                 yield
         finally:
             self._paused -= 1
@@ -94,17 +95,36 @@ class CallObserver(TorchFunctionMode):
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Observe all calls made inside, ``autograd.Function.apply`` among them, which no function mode sees."""
-        original = torch.autograd.Function.__dict__["apply"]
+        watching = weakref.ref(self)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.call(original.__get__(None, cls), f"{cls.__name__}.apply", args, kwargs)
+            observer = watching()
+            function = _APPLY.__get__(None, cls)
+            return function(*args, **kwargs) if observer is None else observer.applied(cls, function, args, kwargs)
 
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-        try:
-            with self, reported(self._communicated):
-                yield
-        finally:
-            torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        with self, reported(self._communicated), _patched(classmethod(apply)):
+            yield
+
+    def applied(self, cls: type, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self.call(function, f"{cls.__name__}.apply", args, kwargs)
+
+
+_APPLY = torch.autograd.Function.__dict__["apply"]
+
+
+@contextmanager
+def _patched(apply: Any) -> Iterator[None]:
+    before = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+
+def _unpatched() -> Any:
+    """Code that is compiled inside keeps the method that it finds."""
+    return _patched(_APPLY)
 
 
 class Recorder(CallObserver):

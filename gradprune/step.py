@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradprune.compiled import CompiledRun, uses_compiled
 from gradprune.errors import PruneError
 from gradprune.explanation import Explanation
 from gradprune.facts import Hypothesis
@@ -64,6 +65,10 @@ class PrunedStep:
         self._name = str(getattr(step, "__qualname__", type(step).__name__))
         self._pruner = Pruner(step, self._name, policy, schedule)
 
+    @functools.cached_property
+    def _compiled(self) -> bool:
+        return uses_compiled(self._step)
+
     def explain(self) -> Explanation:
         """What was decided for each microbatch so far, and why; printing it explains."""
         return self._pruner.explain()
@@ -86,8 +91,10 @@ class PrunedStep:
                 "compiled step takes (model, batch) or, for Megatron, (data_iterator, model)"
             )
         batch = args[1] if len(args) > 1 else next(iter(kwargs.values()))
-        run = self._pruner.start(self._microbatch(args[0], batch))
         call = functools.partial(self._step, *args, **kwargs)
+        if self._compiled:
+            return CompiledRun(self._pruner, self._microbatch(args[0], batch)).run(call)
+        run = self._pruner.start(self._microbatch(args[0], batch))
         return _finish(_attempt(run, call), call)
 
     def _forward_step(self, iterator: Any, model: torch.nn.Module, *rest: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,110 @@
+"""Steps that torch.compile made: nobody sees the torch calls inside, so that they cannot be watched while they run.
+
+The step as it was written is run once, eagerly and beside the compiled one, to prove it; state that it changes is put
+back. A dead microbatch then runs the compiled step under ``torch.no_grad()``: torch.compile guards on the grad mode,
+and keeps two graphs, live and dead. Of Python state that changes later only what `python_state` watches is noticed.
+
+Relied upon: ``torch.compile`` keeps the callable that it was given as ``_torchdynamo_orig_callable`` (torch 2.11-2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from gradprune.facts import Certificate, Dead, Live, Refusal
+from gradprune.graphs import Arrivals
+from gradprune.guard import magnitude
+from gradprune.proofs import Proof
+from gradprune.pruner import Microbatch, Pruner, replaced
+from gradprune.python_state import capture
+from gradprune.runs import ObservedRun, Rollback, as_if_live
+from gradprune.trees import loss_of
+
+Call = Callable[[], Any]
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether `value` is a function, not a module, that came out of torch.compile."""
+    return hasattr(value, "_torchdynamo_orig_callable") and not isinstance(value, torch.nn.Module)
+
+
+def uses_compiled(function: Callable[..., Any]) -> bool:
+    """Whether `function` is compiled, or names a compiled function in its closure, its globals or its attributes."""
+    return is_compiled(function) or any(map(is_compiled, capture(function).values()))
+
+
+class CompiledRun:
+    """One microbatch of a compiled step, which must be run by `run`."""
+
+    def __init__(self, pruner: Pruner, microbatch: Microbatch) -> None:
+        self._pruner, self._microbatch = pruner, microbatch
+
+    def run(self, call: Call) -> Any:
+        """What the step, which `call` calls, is to return for this microbatch."""
+        pruner, microbatch = self._pruner, self._microbatch
+        way = pruner.way(microbatch)
+        if way is None and self._replicated():
+            way = Live("DistributedDataParallel inside a compiled step: compile the model, or the loss, instead")
+        if not isinstance(way, Live) and (way is None or not self._admits(way)):
+            way = self._probe(call)
+        if isinstance(way, Live):
+            return self._live(call, way)
+        return self._audit(call, way) if pruner.audited() else self._dead(call, way)
+
+    def _live(self, call: Call, why: Live) -> Any:
+        output = call()  # not under the FLOP meter, whose mode would have torch run the step uncompiled
+        self._pruner.note(self._microbatch, why)
+        return output
+
+    def _dead(self, call: Call, proof: Proof) -> Any:
+        delivery = self._pruner.delivery(self._microbatch, proof)
+        with torch.no_grad(), as_if_live():
+            output = call()
+        loss = loss_of(output)
+        delivery.see(magnitude(loss.detach() * 0.0))
+        self._pruner.note(self._microbatch, Dead(self._microbatch.known.reason))
+        return replaced(output, loss, delivery.detached(loss))
+
+    def _audit(self, call: Call, proof: Proof) -> Any:
+        output = call()
+        self._pruner.hear(self._microbatch, Arrivals(proof.parameters()), loss_of(output))
+        return output
+
+    def _probe(self, call: Call) -> Live | Proof:
+        """Run the step eagerly, look at what it computes, and leave no trace of it."""
+        pruner, microbatch = self._pruner, self._microbatch
+        observed = ObservedRun(microbatch.models, microbatch.named)
+        buffers = [buffer for model in microbatch.models.values() for buffer in model.buffers()]
+        rollback = Rollback(buffers, {tensor.device for tensor in microbatch.named.values()})
+        rollback.keep_buffers()
+        try:
+            with torch.compiler.set_stance("force_eager"), observed.segment():
+                loss = loss_of(call())
+            proof = pruner.prove(microbatch, observed, loss)
+        finally:
+            rollback.restore()
+        verdict = proof if isinstance(proof, Refusal) else proof.verdict
+        if isinstance(verdict, Certificate) and not isinstance(proof, Refusal):
+            return self._checked(proof)
+        assert isinstance(verdict, Refusal)
+        pruner.refused(verdict)
+        return Live(f"not proved: {verdict.reasons[0]}")
+
+    def _checked(self, proof: Proof) -> Live | Proof:
+        if proof.communicates:
+            return Live("a compiled step that issues collectives itself")
+        if proof.hidden is not None:
+            return Live("reentrant checkpointing inside a compiled step: use use_reentrant=False")
+        return proof
+
+    def _admits(self, proof: Proof) -> bool:
+        shapes: Mapping[str, Any] = {name: tensor.shape for name, tensor in self._microbatch.named.items()}
+        return proof.admission.admits(shapes)
+
+    def _replicated(self) -> bool:
+        modules = (module for model in self._microbatch.models.values() for module in model.modules())
+        return any(isinstance(module, DistributedDataParallel) for module in modules)
