@@ -29,7 +29,7 @@ from gradprune.passes.domain import (
     unknown,
 )
 from gradprune.passes.intervals import Interval, is_finite, magnitude, range_of, rounded
-from gradprune.passes.registry import operator_name, rule_of
+from gradprune.passes.registry import arguments_of, operator_name, rule_of
 
 Node = torch.fx.Node
 Result = Value | tuple[Value | None, ...] | None
@@ -118,7 +118,8 @@ class Flow:
             return self._default(node, node.meta["val"])
         name = operator_name(node.target)
         rule = rule_of(name)
-        result = rule(self, node, *node.args, **node.kwargs) if rule is not None else None
+        args, kwargs = arguments_of(node)
+        result = rule(self, node, *args, **kwargs) if rule is not None else None
         if rule is None and node.meta.get("val") is not None:
             self.unruled[node] = name
         return self._completed(node, result)

@@ -7,10 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.fx
 
 Rule = Callable[..., Any]
-"""``rule(flow, node, *node.args, **node.kwargs)`` -> the node's Value, a tuple of them for several results, or None
-for an operator of which nothing is claimed."""
+"""``rule(flow, node, *args, **kwargs)``, arguments as `arguments_of` gives them -> the node's Value, a tuple of Values
+for several results, or None for an operator of which nothing is claimed."""
 
 _RULES: dict[str, Rule] = {}
 
@@ -34,6 +35,22 @@ def rules() -> Mapping[str, Rule]:
 
 def rule_of(name: str) -> Rule | None:
     return _RULES.get(name)
+
+
+def arguments_of(node: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call: those that may be given by position always are, defaults between them filled in."""
+    if not node.kwargs or not isinstance(node.target, torch._ops.OpOverload):
+        return node.args, dict(node.kwargs)
+    kwargs, args, gap = dict(node.kwargs), list(node.args), []
+    for argument in node.target._schema.arguments[len(args) :]:
+        if argument.kwarg_only:
+            break
+        if argument.name not in kwargs:
+            gap.append(argument.default_value)
+            continue
+        args += [*gap, kwargs.pop(argument.name)]
+        gap = []
+    return tuple(args), kwargs
 
 
 def operator_name(target: Any) -> str:

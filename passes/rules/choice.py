@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from gradprune.passes import intervals
 from gradprune.passes.domain import Known, Needs, Reach, Value, cheapest
 from gradprune.passes.flow import Flow, Node
@@ -113,11 +115,10 @@ def extremum_but_nan(flow: Flow, node: Node, a: Any, b: Any) -> Value:
 
 
 @rule("aten.clamp.default", "aten.clamp.Tensor", "aten.hardtanh.default")
-def clamp(flow: Flow, node: Node, a: Any, low: Any = None, high: Any = None, **named: Any) -> Value:
-    """``minimum(maximum(a, low), high)``; the arguments are named min and max."""
+def clamp(flow: Flow, node: Node, a: Any, low: Any = None, high: Any = None) -> Value:
+    """``minimum(maximum(a, low), high)``."""
     if "hardtanh" in str(node.target):
         low, high = -1 if low is None else low, 1 if high is None else high
-    low, high = named.get("min", low), named.get("max", high)
     limits = [limit for limit in (low, high) if limit is not None]
     dtype = dtype_of(node)
     x, *others = operands(flow, dtype, a, *limits)
@@ -158,3 +159,21 @@ def clamp_min(flow: Flow, node: Node, a: Any, low: Any) -> Value:
 @rule("aten.clamp_max.default", "aten.clamp_max.Tensor")
 def clamp_max(flow: Flow, node: Node, a: Any, high: Any) -> Value:
     return clamp(flow, node, a, None, high)
+
+
+@rule("aten.nan_to_num.default")
+def nan_to_num(flow: Flow, node: Node, a: Any, nan: Any = None, above: Any = None, below: Any = None) -> Value:
+    """NaN and infinities give way to numbers: 0 and the largest of the dtype by default."""
+    dtype = dtype_of(node)
+    (x,) = operands(flow, dtype, a)
+    most = torch.finfo(dtype).max if dtype is not None and dtype.is_floating_point else math.inf
+    numbers = [0.0 if nan is None else nan, most if above is None else above, -most if below is None else below]
+    certain = all(math.isfinite(number) for number in numbers)
+    low, high = max(x.bounds[0], -most), min(x.bounds[1], most)
+    return pointwise(
+        node,
+        [x],
+        lambda p: p if p is not None and math.isfinite(p.value) else None,
+        bounds=(min(low, *numbers), max(high, *numbers)) if certain else intervals.ANY,
+        notnan=certain,
+    )

@@ -31,6 +31,10 @@ def _by_rows(x: torch.Tensor, e: Tensors) -> torch.Tensor:
     return torch.stack([x[i] * e["m"][i] / e["m"][i].sum().clamp(min=1) for i in range(x.shape[0])])
 
 
+def _cross_entropy(x: torch.Tensor, e: Tensors) -> torch.Tensor:
+    return F.cross_entropy(x, e["index"][:, 0], reduction="none")
+
+
 def _restored(x: torch.Tensor, e: Tensors) -> torch.Tensor:
     chosen = e["m"].bool()
     return torch.zeros_like(x).masked_scatter(chosen, x[chosen] * 2)
@@ -163,8 +167,8 @@ FINAL: dict[str, Callable[[torch.Tensor, Tensors], torch.Tensor]] = {
     "by a": lambda x, e: (x * e["a"]).sum(),
     "by row": lambda x, e: ((x * e["m"]).sum(1) * e["a"][:, 0]).mean(),
     "item": lambda x, e: (x * e["a"] * e["m"]).sum() / max(e["m"].sum().item(), 1.0),
-    "cross entropy": lambda x, e: (F.cross_entropy(x, e["index"][:, 0], reduction="none") * e["a"][:, 0] * e["m"][:, 0]).sum(),
-}  # fmt: skip
+    "cross entropy": lambda x, e: (_cross_entropy(x, e) * e["a"][:, 0] * e["m"][:, 0]).sum(),
+}
 KINDS = ("row", "token", "column")
 
 
@@ -186,7 +190,7 @@ def evaluate(expression: Expression, e: Tensors) -> torch.Tensor:
 
 
 def draw_program(seed: int) -> tuple[Callable[..., torch.Tensor], str, str]:
-    """A loss ``(x, old, adv, mask, index)``, how `adv` is laid out (one of KINDS), and what the loss is, for a message."""
+    """A loss ``(x, old, adv, mask, index)``, how `adv` is laid out (one of KINDS), and the loss in words."""
     rng = random.Random(seed)
     expression, kind = draw_expression(rng, rng.randint(2, 9)), rng.choice(KINDS)
     final = rng.choice(list(FINAL))
