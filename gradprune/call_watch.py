@@ -23,7 +23,7 @@ from gradprune.calls import (
     read_key,
     tensors_in,
 )
-from gradprune.formulas import evaluate, symbols_of
+from gradprune.formulas import evaluate, symbol_name
 from gradprune.joint import Call, CallStream, Layout
 from gradprune.trace.standins import watching_compiled, watching_functions, watching_scripted
 
@@ -38,8 +38,8 @@ class CallWatch(PausableMode):
     on_result: by call index, what to do with the tensor that this call gave; one mapping for all streams, or one
         for each.
 
-    After `finish`, ``matched`` is the index of the stream that the run equals, or None, and ``difference`` says where
-    it left the last stream that it had followed.
+    After `finish`, ``matched`` is the index of the stream that the run equals, or None. ``difference`` says where it
+    left the last stream that it had left.
     """
 
     def __init__(
@@ -141,57 +141,66 @@ class CallWatch(PausableMode):
 
     def _keep(self, differs: Callable[[CallStream, dict[str, Any]], str]) -> None:
         """Drops the streams from which the run differs."""
-        kept, difference = [], ""
+        kept = []
         for index in self._alive:
             said = differs(self._streams[index], self._values[index])
-            difference = said or difference
-            if not said:
+            if said:
+                self.difference = said
+            else:
                 kept.append(index)
-        if self._alive and not kept:
-            self.difference = difference
         self._alive = kept
 
     def _compare(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: tuple[Any, ...], result: Any
     ) -> None:
-        given = list(flatten(args, kwargs, mode))
+        given = flatten(args, kwargs, mode)
         fresh = [value for value in given if isinstance(value, torch.Tensor) and self.numbers.is_new(value)]
-        made = list(tensors_in(result))
+        made = [result] if isinstance(result, torch.Tensor) else list(tensors_in(result))
         for tensor in (*fresh, *made):
             self.numbers.of(tensor)
-        position, self._position = self._position, self._position + 1
-
-        def differs(stream: CallStream, values: dict[str, Any]) -> str:
-            if position >= len(stream.calls):
-                return f"the run calls {name} where the recorded program had ended"
-            call = stream.calls[position]
-            said = self._call_differs(call, name, given, values) or self._others_differ(stream, fresh, values)
-            said = said or self._sizes_differ(call, made, values)
-            return f"{said}   at {call.where}" if said and call.where else said
-
-        self._keep(differs)
+        kept = []
         for index in self._alive:
-            action = self._on_result[index].get(position)
+            said = self._step_differs(index, name, given, fresh, made)
+            if said:
+                self.difference = said
+            else:
+                kept.append(index)
+        self._alive = kept
+        for index in kept:
+            action = self._on_result[index].get(self._position)
             if action is not None and made:
                 action(made[0])
+        self._position += 1
+
+    def _step_differs(
+        self, index: int, name: str, given: list[Any], fresh: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> str:
+        calls, values = self._streams[index].calls, self._values[index]
+        if self._position >= len(calls):
+            return f"the run calls {name} where the recorded program had ended"
+        call = calls[self._position]
+        said = self._call_differs(call, name, given, values)
+        if not said and fresh:
+            said = self._others_differ(self._streams[index], fresh, values)
+        if not said and call.sizes:
+            said = self._sizes_differ(call, made, values)
+        return f"{said}   at {call.where}" if said and call.where else said
 
     def _call_differs(self, call: Call, name: str, given: list[Any], values: Mapping[str, Any]) -> str:
         if name != call.function:
             return f"the run calls {name}, recorded was {call.function}"
         if len(given) != len(call.operands):
             return f"{name} is given {len(given)} operands, recorded were {len(call.operands)}"
-        for value, operand in zip(given, call.operands):
-            if not self._same(value, operand, values):
-                return f"{name} is given {_short(value)}, recorded was {_short(operand[-1])}"
+        for value, (kind, recorded) in zip(given, call.operands):
+            if kind == "tensor":
+                same = isinstance(value, torch.Tensor) and recorded in self.numbers.of(value)
+            elif kind == "value":
+                same = value is recorded or same_value(value, recorded)
+            else:
+                same = same_number(value, evaluate(recorded, values), exact=kind == "size")
+            if not same:
+                return f"{name} is given {_short(value)}, recorded was {_short(recorded)}"
         return ""
-
-    def _same(self, value: Any, operand: tuple[Any, ...], values: Mapping[str, Any]) -> bool:
-        kind, recorded = operand
-        if kind == "tensor":
-            return isinstance(value, torch.Tensor) and recorded in self.numbers.of(value)
-        if kind == "value":
-            return same_value(value, recorded)
-        return same_number(value, evaluate(recorded, values), exact=kind == "size")
 
     def _leaf_differs(self, stream: CallStream, layout: Layout, tensor: torch.Tensor, values: dict[str, Any]) -> str:
         if stream.mutates:
@@ -250,9 +259,9 @@ def layout_differs(layout: Layout, tensor: torch.Tensor, values: dict[str, Any])
 def _take(expressions: Sequence[Any], sizes: Sequence[int], values: dict[str, Any]) -> bool:
     """Gives each symbol that stands by itself its value; whether every expression then has the size it should."""
     for expression, size in zip(expressions, sizes):
-        names = symbols_of(expression)
-        if names and names[0] not in values and str(expression) == names[0]:
-            values[names[0]] = size
+        name = symbol_name(expression)
+        if name is not None:
+            values.setdefault(name, size)
     return all(evaluate(expression, values) == size for expression, size in zip(expressions, sizes))
 
 

@@ -105,33 +105,32 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
 
 
-def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: tuple[Any, ...] = ()) -> Iterator[Any]:
+def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], mode: tuple[Any, ...] = ()) -> list[Any]:
     """What a call is given, in the order of `joint.Call.operands`; containers and keywords leave a marker."""
-    yield from mode
+    flat = list(mode)
     for arg in args:
-        yield from _flatten(arg)
+        _flatten(arg, flat)
     for key in sorted(kwargs):
-        yield f"{key}="
-        yield from _flatten(kwargs[key])
+        flat.append(f"{key}=")
+        _flatten(kwargs[key], flat)
+    return flat
 
 
-def _flatten(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        yield (list if isinstance(value, list) else tuple, len(value))
+def _flatten(value: Any, flat: list[Any]) -> None:
+    if isinstance(value, torch.Tensor):
+        flat.append(value)
+    elif isinstance(value, (list, tuple)):
+        flat.append((list if isinstance(value, list) else tuple, len(value)))
         for item in value:
-            yield from _flatten(item)
-    elif isinstance(value, torch.Size):
-        yield (tuple, len(value))
-        yield from value
+            _flatten(item, flat)
     elif isinstance(value, dict):
-        yield (dict, *value)
+        flat.append((dict, *value))
         for item in value.values():
-            yield from _flatten(item)
+            _flatten(item, flat)
     elif isinstance(value, slice):
-        yield slice
-        yield from (value.start, value.stop, value.step)
+        flat += (slice, value.start, value.stop, value.step)
     else:
-        yield value
+        flat.append(value)
 
 
 _line: list[Any] = []

@@ -65,6 +65,7 @@ def evaluate(expression: Any, values: Mapping[str, Any]) -> Any:
         return None
 
 
-def symbols_of(expression: Any) -> tuple[str, ...]:
-    """The names of the symbols in `expression`, none for a plain number."""
-    return _compiled(expression)[0] if isinstance(expression, sympy.Basic) else ()
+@cache
+def symbol_name(expression: Any) -> str | None:
+    """The name of an expression that is a symbol by itself; None for every other."""
+    return str(expression) if isinstance(expression, sympy.Symbol) else None
