@@ -14,11 +14,14 @@ class StalePlanError(PlanError):
 
 
 class TraceError(PruneError):
-    """A callable could not be traced to a joint graph; `where` is the source line that stopped it, if known."""
+    """A callable could not be traced to a joint graph; `where` is the source line that stopped it, if known.
 
-    def __init__(self, message: str, where: object | None = None) -> None:
+    kind: ``branch`` where the program takes too many paths that depend on data, else ``untraceable``.
+    """
+
+    def __init__(self, message: str, where: object | None = None, kind: str = "untraceable") -> None:
         super().__init__(message)
-        self.where = where
+        self.where, self.kind = where, kind
 
 
 class ViolationError(PruneError):

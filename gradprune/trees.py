@@ -34,43 +34,47 @@ _OPAQUE = (
 def leaves(value: Any, prefix: str = "") -> list[Leaf]:
     """``(name, tensor)`` for each tensor in `value`, in order. A tensor by itself is named `prefix`.
 
-    An object that is reached again inside itself is not walked twice; two names of one tensor are two leaves.
+    A container that is reached twice is walked once, under its first name; two names of one tensor are two leaves.
     """
-    return list(_walk(value, prefix, ()))
+    return list(_walk(value, prefix, {}))
 
 
-def _walk(value: Any, prefix: str, above: tuple[int, ...]) -> Iterator[Leaf]:
+def _walk(value: Any, prefix: str, seen: dict[int, Any]) -> Iterator[Leaf]:
     if isinstance(value, torch.Tensor):
         yield prefix, value
         return
     parts = _parts(value)
-    if parts is None or id(value) in above:
+    if parts is None or id(value) in seen:
         return
+    seen[id(value)] = value
     for key, item in parts[0]:
-        yield from _walk(item, _join(prefix, key), (*above, id(value)))
+        yield from _walk(item, _join(prefix, key), seen)
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with each tensor t replaced by ``fn(t)``; containers keep their type, everything else is shared.
+    """`value` with each tensor t replaced by ``fn(t)``, in the order of `leaves`; containers keep their type.
 
     `value` is not changed. A part without tensors is returned itself, not copied; a reference from inside a container
     back to it keeps pointing at the original.
     """
-    return _map(value, fn, ())
+    return _map(value, fn, {})
 
 
-def _map(value: Any, fn: Callable[[torch.Tensor], Any], above: tuple[int, ...]) -> Any:
+def _map(value: Any, fn: Callable[[torch.Tensor], Any], done: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, torch.Tensor):
         return fn(value)
     parts = _parts(value)
-    if parts is None or id(value) in above:
+    if parts is None:
         return value
+    if id(value) in done:
+        return done[id(value)][1]
+    done[id(value)] = (value, value)
     items, rebuild = parts
     old = [item for _, item in items]
-    new = [_map(item, fn, (*above, id(value))) for item in old]
-    if all(a is b for a, b in zip(old, new)):
-        return value
-    return rebuild(new)
+    new = [_map(item, fn, done) for item in old]
+    if any(a is not b for a, b in zip(old, new)):
+        done[id(value)] = (value, rebuild(new))
+    return done[id(value)][1]
 
 
 def lookup(value: Any, name: str) -> Any:
@@ -131,7 +135,7 @@ def _join(prefix: str, key: Any) -> str:
 
 
 def _parts(value: Any) -> tuple[list[tuple[Any, Any]], Rebuild] | None:
-    """The children of a container as ``(key, child)``, and how to make its like from new ones; None for no container."""
+    """The children of a container as ``(key, child)``, and how to make its like from new ones; else None."""
     if isinstance(value, _OPAQUE):
         return None
     if isinstance(value, Mapping) or _is_tensordict(value):

@@ -122,6 +122,21 @@ def test_ends_on_a_cycle():
     assert torch.equal(map_tensors(batch, lambda tensor: tensor + 1).tensors["mask"], A + 1)
 
 
+def test_shared_containers_are_walked_once():
+    """A graph of objects that share others has too many names to walk each."""
+    shared = {"mask": A}
+    for _ in range(60):
+        shared = {"left": shared, "right": shared}
+    ((name, tensor),) = leaves(shared, "t")
+    assert tensor is A and name == "t" + ".left" * 60 + ".mask"
+    new = map_tensors(shared, lambda tensor: tensor + 1)
+    assert new["left"] is new["right"] and new is not shared
+
+
+def test_two_names_of_a_tensor_are_two_leaves():
+    assert leaves({"a": A, "b": A}) == [("a", A), ("b", A)]
+
+
 def test_does_not_open_modules_and_functions():
     assert leaves({"model": torch.nn.Linear(2, 2), "fn": len, "mask": A}) == [("mask", A)]
 

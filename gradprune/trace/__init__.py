@@ -63,7 +63,9 @@ def trace_joint(
         return _explore(program, max_paths, symbolic=False)
     try:
         return _explore(program, max_paths, symbolic=True)
-    except TraceError:
+    except TraceError as error:
+        if error.kind == "branch":
+            raise
         return _explore(program, max_paths, symbolic=False)
 
 
@@ -133,7 +135,8 @@ def _explore_paths(program: Program, max_paths: int, *, symbolic: bool) -> tuple
         path = _trace_path(program, shape_env, symbolic=symbolic)
         decisions = shape_env.decisions
         if tried == max_paths and (pending or len(decisions) > len(script)):
-            raise TraceError(f"the program takes more than {max_paths} paths that depend on data", decisions[-1].where)
+            message = f"the program takes more than {max_paths} paths that depend on data: take fewer decisions on data"
+            raise TraceError(message, decisions[-1].where, kind="branch")
         if path is None:
             raises.append(tuple((str(decision), decision.where) for decision in decisions))
         else:
@@ -248,9 +251,9 @@ def _finish(
     outputs = tuple(None if tensor is None else tracer.node_of(tensor) for tensor in (loss, *grads))
     output: Any = tracer.create_node("output", "output", (outputs,), {})
     read_originals(tracer.graph)
-    drop_unread(tracer.graph)
+    drop_unread(tracer.graph, {item.node for item in mode.inputs})
     mode.lift_arrays()
-    drop_unread(tracer.graph)
+    drop_unread(tracer.graph, {item.node for item in mode.inputs})
     return JointGraph(
         graph_module=torch.fx.GraphModule(tracer.root, tracer.graph),
         inputs=tuple(mode.inputs),

@@ -172,6 +172,17 @@ class TraceMode(CallRecorder):
             self._append(name, operands, where, result)
         return result
 
+    def forget(self, tensors: Sequence[torch.Tensor], what: str) -> None:
+        """Makes the content of `tensors` unknown, as a collective does that exchanges them with other processes."""
+        where = current_line()
+        for tensor in tensors:
+            if tensor.requires_grad:
+                raise Stopped(TraceError(f"{what} between processes changes a tensor that requires grad", where))
+            if isinstance(tensor, FunctionalTensor):
+                name = f"{what}{sum(item.name.startswith(what) for item in self.inputs)}"
+                with self.paused():
+                    tensor.copy_(self.leaf(tensor, name, "state", static=True))
+
     @contextlib.contextmanager
     def recording_no_grad(self) -> Iterator[None]:
         """Calls made inside are recorded as made without gradient, as a reentrant checkpoint makes them."""

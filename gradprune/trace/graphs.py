@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ def _sizes(node: torch.fx.Node) -> list[Any]:
     return [size.node.expr if isinstance(size, torch.SymInt) else size for size in node.meta["val"].shape]
 
 
-def drop_unread(graph: torch.fx.Graph) -> None:
-    """Erases every operator that no output reads: metrics, and checks of them."""
+def drop_unread(graph: torch.fx.Graph, inputs: Container[torch.fx.Node]) -> None:
+    """Erases everything but `inputs` that no output reads: metrics, and checks of them."""
     for node in reversed(graph.nodes):
-        if not node.users and node.op not in ("placeholder", "output"):
+        if not node.users and node.op != "output" and node not in inputs:
             graph.erase_node(node)
 
 

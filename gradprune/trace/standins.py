@@ -20,11 +20,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch._functorch.utils
+import torch.distributed
 import torch.utils.checkpoint
 from torch._dynamo import eval_frame
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import BackwardCFunction
 
+from gradprune.calls import tensors_in
 from gradprune.frames import is_user_file
 from gradprune.trace.unknown import Unknown, first_unknown
 
@@ -37,6 +39,8 @@ class _Observer(Protocol):
     def enter_scripted(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def in_backward(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any: ...
+
+    def forget(self, tensors: Sequence[torch.Tensor], what: str) -> None: ...
 
     def recording_no_grad(self) -> contextlib.AbstractContextManager[None]: ...
 
@@ -212,7 +216,35 @@ def standing_in(observer: _Observer) -> Iterator[None]:
         stack.enter_context(watching_functions(observer.enter_function))
         stack.enter_context(watching_scripted(observer.enter_scripted))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if torch.distributed.is_available():
+            stack.enter_context(_no_collectives(observer))
         stack.enter_context(_same_random_state())
+        yield
+
+
+# The methods of a process group, by where the tensors that they write are among their arguments.
+_WRITES_FIRST = """allreduce allreduce_coalesced allgather allgather_coalesced _allgather_base
+    allgather_into_tensor_coalesced reduce reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced broadcast
+    gather scatter alltoall alltoall_base recv recv_anysource""".split()
+_WRITES_NOTHING = "send barrier monitored_barrier".split()
+
+
+@contextlib.contextmanager
+def _no_collectives(observer: _Observer) -> Iterator[None]:
+    """Collectives exchange nothing: what they would have written is unknown."""
+
+    def silent(name: str, *, writes: bool) -> Callable[..., None]:
+        def collective(group: Any, tensors: Any = (), *_: Any, **__: Any) -> None:
+            if writes:
+                observer.forget(list(tensors_in(tensors)), name)
+
+        return collective
+
+    group = torch.distributed.ProcessGroup
+    with contextlib.ExitStack() as stack:
+        for name in (*_WRITES_FIRST, *_WRITES_NOTHING):
+            if hasattr(group, name):
+                stack.enter_context(_patched(group, name, silent(name, writes=name in _WRITES_FIRST)))
         yield
 
 
