@@ -79,14 +79,14 @@ def train(policy: Policy, optimizer: torch.optim.Optimizer, steps: int = STEPS) 
     return history
 
 
-def main() -> list[float]:
+def main() -> tuple[list[float], Policy]:
+    """Mean reward of each step, and the trained policy."""
     torch.manual_seed(0)
     policy = Policy()
-    history = train(policy, torch.optim.AdamW(policy.parameters(), lr=2e-2))
-    print(f"mean reward: {history[0]:.2f} at first, {history[-1]:.2f} after {len(history)} steps")
-    return history
+    return train(policy, torch.optim.AdamW(policy.parameters(), lr=2e-2)), policy
 
 
 if __name__ == "__main__":
-    main()
+    rewards, _ = main()
+    print(f"mean reward: {rewards[0]:.2f} at first, {rewards[-1]:.2f} after {len(rewards)} steps")
     print(train.report())

@@ -73,6 +73,8 @@ class PrunedLoop:
         """The microbatch of the iteration whose local names are `scope`."""
         self.pruner.guard.poll()
         plan = scope.get(self.names.plan)
+        if plan is None:
+            plan = self.planned(*(self._find(scope, name) for factor in self._factors for name in factor.roots))
         before = {name: value for name in self.names.carried if (value := self._find(scope, name)) is not _ABSENT}
         values = {name: value for name in self.names.needs if (value := self._find(scope, name)) is not _ABSENT}
         factors, problem = self._evaluate(scope)
@@ -123,7 +125,6 @@ class PrunedLoop:
         return self.pruner.start(microbatch)
 
     def _know(self, factors: dict[str, torch.Tensor], plan: PlannedMicrobatch | None) -> Known:
-        plan = self.planned(*factors.values()) if plan is None else plan
         try:
             return judge(factors, plan, allow_sync=self._allow_sync)
         except StalePlanError:
