@@ -124,9 +124,11 @@ class Flow:
             self.unruled[node] = name
         return self._completed(node, result)
 
-    def _of_constant(self, node: Node) -> Value:
-        """A tensor that the program makes from Python numbers."""
+    def _of_constant(self, node: Node) -> Any:
+        """A tensor that the program makes from Python numbers; anything else, as a process group, has no value."""
         tensor = getattr(self.graph_module, str(node.target))
+        if not isinstance(tensor, torch.Tensor):
+            return self._of_meta(node.meta.get("val"))
         value = replace(unknown(groups_of(tensor.shape), tensor.dtype), rows=None)
         if tensor.is_complex() or not 0 < tensor.numel() <= MOST_CONSTANTS or tensor.isnan().any():
             return value
