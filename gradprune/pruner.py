@@ -301,6 +301,12 @@ class WatchedRun:
             yield
 
     def finish(self, output: Any) -> Any:
+        try:
+            return self._conclude(output)
+        finally:
+            self._observed.release()
+
+    def _conclude(self, output: Any) -> Any:
         pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
         proof = pruner.prove(microbatch, self._observed, loss)
         if isinstance(proof, Refusal) or isinstance(proof.verdict, Refusal):

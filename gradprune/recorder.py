@@ -165,6 +165,10 @@ class Recorder(CallObserver):
     def backward_begins(self) -> None:
         self._backward = user_line()
 
+    def release(self) -> None:
+        """Let go of all tensors; nothing can be asked afterwards."""
+        self._held.clear()
+
     def leaf_tensor(self, leaf: Leaf) -> torch.Tensor:
         """The real tensor of a leaf of this recording."""
         return self._held[leaf.number]

@@ -68,6 +68,12 @@ class ObservedRun:
                     self._returned.append(tensor)
         return output
 
+    def release(self) -> None:
+        """Let go of the tensors of the run: it and its hooks refer to each other, and would hold them for a while."""
+        self._recorder.release()
+        for held in (self._returned, self._named, self._buffers):
+            held.clear()
+
     def boundary(self) -> list[torch.Tensor]:
         """What the model returned and a gradient may flow into."""
         return self._returned
