@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from tests.loop.arms import Training, assert_equal, batch_loss, compare, token_logps, train
+from tests.loop.arms import Training, assert_equal, batch_loss, compare, policy_loss, token_logps, train
 
 
 def hidden_coefficient(index: int) -> float:
@@ -147,3 +148,21 @@ def test_keeps_gradients_off() -> None:
                     loss.backward()
 
     assert compare(loop, "dld").outcomes == "lll"
+
+
+def test_keeps_no_tensor_of_the_last_iteration() -> None:
+    """Logits of one iteration are gone when those of the next one are there, as they are without the decorator."""
+
+    def loop(t: Training) -> None:
+        references: list[weakref.ref[torch.Tensor]] = []
+        for batch in t.batches:
+            logits = t.model(batch["ids"])
+            t.log.append([reference() is None for reference in references])
+            logp = torch.log_softmax(logits[:, :-1], -1).gather(-1, batch["ids"][:, 1:, None]).squeeze(-1)
+            loss = policy_loss(logp, batch["old"], batch["adv"], batch["mask"])
+            loss.backward()
+            references.append(weakref.ref(logits))
+            del loss, logp
+
+    decorated = compare(loop, "ddld")
+    assert decorated.outcomes == "ddld" and decorated.log[-1] == [True, True, True]
