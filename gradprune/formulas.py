@@ -18,7 +18,7 @@ def _select(condition: Any, yes: Any, no: Any) -> Any:
 
 
 # The functions that torch puts into expressions over sizes, by their class names.
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "FloorDiv": lambda a, b: a // b,
     "CleanDiv": lambda a, b: a // b,
     "CeilDiv": lambda a, b: -(-a // b),
@@ -48,7 +48,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 @cache
 def _compiled(expression: sympy.Basic) -> tuple[tuple[str, ...], Callable[..., Any]]:
     symbols = sorted(expression.free_symbols, key=str)
-    return tuple(map(str, symbols)), sympy.lambdify(symbols, expression, modules=[_FUNCTIONS, "math"])
+    return tuple(map(str, symbols)), sympy.lambdify(symbols, expression, modules=[FUNCTIONS, "math"])
 
 
 def evaluate(expression: Any, values: Mapping[str, Any]) -> Any:

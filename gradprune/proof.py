@@ -97,7 +97,7 @@ def prove_program(program: Program, hypothesis: Hypothesis) -> tuple[Verdict, Ad
     verdict = _merged(verdicts, joints)
     if len(factors) < len(hypothesis.factors):
         verdict = _unread(program, hypothesis, factors, verdict)
-    return _timed(verdict, start), Admission(joints)
+    return _timed(verdict, start), Admission.of(joints)
 
 
 def _merged(verdicts: Sequence[Verdict], joints: Sequence[JointGraph]) -> Verdict:
@@ -126,7 +126,7 @@ def _timed(verdict: Verdict, start: float) -> Verdict:
 
 
 def _unread(program: Program, hypothesis: Hypothesis, factors: Mapping[str, str], verdict: Verdict) -> Refusal:
-    """A program that reads only some factors knows less than the hypothesis says: `verdict` took them for zero alone."""
+    """A program that reads only some factors knows less than the hypothesis says; `verdict` took those for zero."""
     missing = ", ".join(name for name in hypothesis.factors if name not in factors)
     reasons = verdict.reasons if isinstance(verdict, Refusal) else ()
     unread = Reason("lost-factor", f"the loss never reads {missing}: only where the rest is zero by itself is it dead")

@@ -30,7 +30,7 @@ from gradprune.graphs import Arrivals
 from gradprune.guard import Guard, OnViolation, magnitude, watch_optimizers
 from gradprune.known import Known
 from gradprune.meter import FlopMeter
-from gradprune.proof import program_of, prove_program
+from gradprune.proof_cache import proved_tape
 from gradprune.proofs import Proof, ProofBook
 from gradprune.runs import DeadRun, ObservedRun, Rollback, family
 from gradprune.schedule import Schedule
@@ -179,7 +179,7 @@ class Pruner:
         shapes = {leaf.name: tensor.shape for leaf, tensor in zip(tape.leaves, tensors)}
         proof = self.book.known(program, shapes)
         if proof is None:
-            verdict, admission = prove_program(program_of(tape, tensors, self._name), self.policy.hypothesis)
+            verdict, admission = proved_tape(tape, tensors, self._name, self.policy.hypothesis)
             proof = run.proof(verdict, tape, admission, loss)
         self.book.saw(microbatch.family, program, proof)
         return proof
