@@ -33,6 +33,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["gradprune=gradprune.cli:main"],
+        "torch_dynamo_backends": ["gradprune=gradprune.backend:compile_graph"],
     },
     classifiers=["License :: OSI Approved :: Apache Software License", "Programming Language :: Python :: 3"],
 )

@@ -103,3 +103,9 @@ def test_adds_no_warnings(tmp_path):
         warnings.simplefilter("always")
         train(tmp_path / "b", True, {"max_steps": 2})
     assert {str(item.message) for item in pruned} <= {str(item.message) for item in unpruned}
+
+
+def test_example_prunes():
+    from examples.trl_grpo import main
+
+    assert 0 < main() < 1
