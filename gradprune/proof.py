@@ -109,7 +109,7 @@ def _merged(verdicts: Sequence[Verdict], joints: Sequence[JointGraph]) -> Verdic
     return replace(
         proved[0],
         paths=len(proved),
-        per_row=all(verdict.per_row for verdict in proved),
+        per_row=len(proved) == 1 and proved[0].per_row,  # a dead row's data may choose the path that the others take
         conditions=_unique(condition for verdict in proved for condition in verdict.conditions),
         operators=sum(verdict.operators for verdict in proved),
         unknown=_unique(name for verdict in proved for name in verdict.unknown),
