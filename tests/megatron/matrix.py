@@ -103,7 +103,9 @@ def expected_dead(layout: Layout, dead: Dead, rank: int) -> int:
         # With overlap, the first step is live: it shows the order of the reductions.
         counts.append(0 if step == 0 and layout.ddp.get("overlap_grad_reduce") else len(mine))
     if layout.pp == 1:
-        return sum(counts)
+        # Reentrant checkpoints show only in a backward which parameters they reach: the first dead one is left live.
+        hidden = layout.config.get("recompute_granularity") is not None
+        return max(sum(counts) - hidden, 0)
     # The last stage watches its first dead microbatch live, since the stage before waits for a gradient; the others
     # hear of the proof at the next agreement.
     first = next((step for step, count in enumerate(counts) if count), len(counts))
