@@ -16,7 +16,7 @@ _SCALARS = (int, float, complex, bool, str, bytes, type(None))
 _CLOSED = (*_SCALARS, torch.Tensor, torch.optim.Optimizer, torch.device, torch.dtype, type, ModuleType)
 _DEPTH = 4
 _ITEMS = 64
-_OBJECTS = 2_000
+_OBJECTS = 512
 
 
 def find_models(values: Mapping[str, Any]) -> dict[str, torch.nn.Module]:

@@ -302,6 +302,26 @@ class _Objective(torch.nn.Module):
         return loss, torch.exp(logp - experience.old).detach().mean()
 
 
+def by_tuples(t: Training) -> None:
+    """A data loader of tuples, each tensor moved by itself, and a stop in the middle."""
+    rows = {name: torch.cat([batch[name] for batch in t.batches]) for name in ("ids", "old", "adv", "mask")}
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows.values()), batch_size=3)
+    for step, (ids, old_logps, batch_advantages, batch_mask) in enumerate(loader):
+        ids, old_logps = ids.to("cpu"), old_logps.to("cpu")
+        batch_advantages = batch_advantages.to("cpu")
+        batch_mask = batch_mask.to("cpu")
+        logps = token_logps(t.model, ids)
+        loss = policy_loss(logps, old_logps, batch_advantages, batch_mask)
+        loss = loss / 2
+        loss.backward()
+        if step % 2 == 1:
+            t.optimizer.step()
+            t.optimizer.zero_grad()
+        if step == 2:
+            t.log.append(loss.detach())
+            break
+
+
 def by_sum(t: Training) -> None:
     """The losses of a step's sequences are added up, and one backward follows."""
     for batch in t.batches:
@@ -329,5 +349,6 @@ SHAPES = {
     "parallel lists by index": Shape(by_lists, "mb_advantages * mb_mask"),
     "index arrays into a table": Shape(by_indices, "mb_adv * mb_mask"),
     "experiences of a replay buffer": Shape(by_experiences, "experience.advantages * experience.action_mask"),
+    "tuples of a data loader": Shape(by_tuples, "batch_advantages * batch_mask", outcomes="dld"),
     "one backward for a sum of losses": Shape(by_sum),
 }
