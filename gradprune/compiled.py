@@ -21,7 +21,7 @@ from gradprune.guard import magnitude
 from gradprune.proofs import Proof
 from gradprune.pruner import Microbatch, Pruner, replaced
 from gradprune.python_state import capture
-from gradprune.runs import ObservedRun, Rollback, as_if_live
+from gradprune.runs import ObservedRun, Rollback, same_kernels
 from gradprune.trees import loss_of
 
 Call = Callable[[], Any]
@@ -62,7 +62,7 @@ class CompiledRun:
 
     def _dead(self, call: Call, proof: Proof) -> Any:
         delivery = self._pruner.delivery(self._microbatch, proof)
-        with torch.no_grad(), as_if_live():
+        with torch.no_grad(), same_kernels():
             output = call()
         loss = loss_of(output)
         delivery.see(magnitude(loss.detach() * 0.0))

@@ -174,7 +174,7 @@ class DeadRun:
 
     @contextmanager
     def _without_graph(self) -> Iterator[None]:
-        with self._inside() as others, torch.no_grad(), as_if_live():
+        with self._inside() as others, torch.no_grad(), same_kernels():
             yield
         self._delivery.also(others)
 
@@ -199,7 +199,7 @@ class DeadRun:
 
 
 @contextmanager
-def as_if_live() -> Iterator[None]:
+def same_kernels() -> Iterator[None]:
     """Keep torch from taking its inference-only path for attention in eval mode, whose last bits differ, and from
     warning that a checkpoint has nothing to recompute."""
     fast, check = torch.backends.mha.get_fastpath_enabled(), torch.utils.checkpoint.check_backward_validity
