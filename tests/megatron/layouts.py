@@ -28,7 +28,7 @@ class Layout:
 
     config, ddp: fields of TransformerConfig and DistributedDataParallelConfig.
     per_token: the loss returns its sum and its number of tokens. packed: rows are one THD sequence. frozen: only the
-    MLPs are trained.
+    MLPs are trained. hybrid: a HybridModel instead of a GPTModel.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Layout:
     packed: bool = False
     tied: bool = True
     frozen: bool = False
+    hybrid: bool = False
 
     @property
     def data_ranks(self) -> int:
@@ -117,19 +118,24 @@ def build_config(layout: Layout) -> TransformerConfig:
     return TransformerConfig(**{**fields, **layout.config})
 
 
-def _module(layout: Layout, config: TransformerConfig, virtual_stage: int) -> GPTModel:
+def _module(layout: Layout, config: TransformerConfig, virtual_stage: int) -> torch.nn.Module:
     stage = {"ignore_virtual": False, "vp_stage": virtual_stage} if layout.vpp else {}
-    model = GPTModel(
-        config,
-        plain_attention_spec(config),
-        vocab_size=VOCABULARY,
-        max_sequence_length=LENGTH * layout.cp,
-        pre_process=parallel_state.is_pipeline_first_stage(**stage),
-        post_process=parallel_state.is_pipeline_last_stage(**stage),
-        share_embeddings_and_output_weights=layout.tied,
-        position_embedding_type="rope",
-        **({"vp_stage": virtual_stage} if layout.vpp else {}),
-    )
+    fields = {
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": LENGTH * layout.cp,
+        "pre_process": parallel_state.is_pipeline_first_stage(**stage),
+        "post_process": parallel_state.is_pipeline_last_stage(**stage),
+        "share_embeddings_and_output_weights": layout.tied,
+        "position_embedding_type": "rope",
+    }
+    if layout.vpp:
+        fields["vp_stage"] = virtual_stage
+    if layout.hybrid:
+        from tests.megatron.hybrid import hybrid_model  # older versions have none
+
+        model = hybrid_model(config, **fields)
+    else:
+        model = GPTModel(config, plain_attention_spec(config), **fields)
     if layout.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("mlp" in name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -89,6 +90,9 @@ class World:
         while waiting:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
+                for rank in waiting.values():
+                    os.kill(self._processes[rank].pid, signal.SIGUSR1)  # it prints where it hangs
+                time.sleep(0.5)
                 failures |= dict.fromkeys(waiting.values(), ("Timeout", "did not finish in time"))
                 break
             for pipe in ready:
@@ -110,6 +114,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     with cpu.emulate_cuda():
         dist.init_process_group(
             "gloo",
@@ -122,10 +127,8 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         pipe.send(("ok", None))
         while True:
             module, name, args = pipe.recv()
-            faulthandler.dump_traceback_later(COLLECTIVE_TIMEOUT + 5)  # says where a rank hangs
             try:
                 answer = ("ok", getattr(importlib.import_module(module), name)(*args))
             except BaseException as error:  # noqa: BLE001  the parent decides
                 answer = (type(error).__name__, traceback.format_exc())
-            faulthandler.cancel_dump_traceback_later()
             pipe.send(answer)
