@@ -304,7 +304,11 @@ class WatchedRun:
         try:
             return self._conclude(output)
         finally:
-            self._observed.release()
+            self.release()
+
+    def release(self) -> None:
+        """Let go of what was recorded; `finish` does, and who never gets there must."""
+        self._observed.release()
 
     def _conclude(self, output: Any) -> Any:
         pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
