@@ -19,7 +19,7 @@ from gradprune.loop_factors import Factor
 from gradprune.loop_scope import find_models, scalars, tensors
 from gradprune.modes import mode_depth
 from gradprune.planner import PlannedMicrobatch, planned
-from gradprune.pruner import LiveRun, Microbatch, PrunedRun, Pruner, Run
+from gradprune.pruner import LiveRun, Microbatch, PrunedRun, Pruner, Run, WatchedRun
 from gradprune.watch import RunInVain
 
 
@@ -154,6 +154,7 @@ class LoopMicrobatch:
         self.again, self.before = False, before
         self._loop, self._microbatch, self._problem = loop, microbatch, problem
         self._run: Run | None = run
+        self._release = run.release if isinstance(run, WatchedRun) else None
         self._stack = ExitStack()
 
     def __enter__(self) -> LoopMicrobatch:
@@ -200,6 +201,9 @@ class LoopMicrobatch:
         finally:
             self._run = None
             self._stack.__exit__(kind, error, trace)
+            if self._release is not None:
+                self._release()
+                self._release = None
         return kind is _Again
 
     def _give_up(self, why: str) -> None:

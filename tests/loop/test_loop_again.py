@@ -166,3 +166,18 @@ def test_keeps_no_tensor_of_the_last_iteration() -> None:
 
     decorated = compare(loop, "ddld")
     assert decorated.outcomes == "ddld" and decorated.log[-1] == [True, True, True]
+
+
+def test_keeps_no_tensor_of_an_iteration_that_was_left() -> None:
+    def loop(t: Training) -> None:
+        references: list[weakref.ref[torch.Tensor]] = []
+        for index, batch in enumerate(t.batches):
+            logits = t.model(batch["ids"])
+            t.log.append([reference() is None for reference in references])
+            references.append(weakref.ref(logits))
+            if index < 2:
+                continue
+            policy_loss(logits.mean(-1)[:, :-1], batch["old"], batch["adv"], batch["mask"]).backward()
+
+    decorated = compare(loop, "dddd")
+    assert decorated.outcomes == "lldd" and decorated.log[-1] == [True, True, True]

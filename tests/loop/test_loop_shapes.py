@@ -48,3 +48,12 @@ def test_keeps_reference_kl() -> None:
 
 def test_audits() -> None:
     assert compare(shapes.by_accumulation, "dldd", audit=1.0).outcomes == "dldd"
+
+
+def test_prunes_backward_as_a_function() -> None:
+    def loop(t: Training) -> None:
+        for batch in t.batches:
+            torch.autograd.backward(batch_loss(t.model, batch))
+            t.optimizer.step()
+
+    assert compare(loop, "dld").outcomes == "dld"
