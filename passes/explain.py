@@ -109,14 +109,20 @@ class _Explanation:
     def lines(self) -> frozenset[tuple[str, int]]:
         return frozenset((w.file, w.line) for node in self.path if (w := node.meta.get("where")) is not None)
 
-    def _is_zero(self, node: Node) -> bool:
+    def _value(self, node: Node) -> Value | None:
+        """The node's value, or that of its first result."""
         value = self.flow.values.get(node)
-        return isinstance(value, Value) and value.is_zero()
+        value = value[0] if isinstance(value, tuple) else value
+        return value if isinstance(value, Value) else None
+
+    def _is_zero(self, node: Node) -> bool:
+        value = self._value(node)
+        return value is not None and value.is_zero()
 
     def _zero_with(self, node: Node, factor: str) -> bool:
         """Whether the value is zero where the factor is, at some or at all positions."""
-        value = self.flow.values.get(node)
-        if not isinstance(value, Value):
+        value = self._value(node)
+        if value is None:
             return False
         if value.is_zero():
             return node in self._data_dependent
@@ -143,7 +149,18 @@ class _Explanation:
             cotangents = [source for source in node.all_input_nodes if source in self.flow.cotangents]
             born = all(self._is_zero(source) for source in cotangents) and node not in self.flow.unruled
             if born and _opname(node) in _ADDING:
-                yield _reason("live-term", "the backward of this line adds gradient of its own", node)
+                yield _reason("live-term", "the backward of this line adds gradient of its own", self._origin(node))
+
+    def _origin(self, node: Node) -> Node:
+        """The first step of the backward, in program order, of what `node` adds to zero cotangents."""
+        found, queue = {node}, [node]
+        while queue:
+            for source in queue.pop().all_input_nodes:
+                if source in self.flow.backward and source not in self.flow.cotangents and source not in found:
+                    found.add(source)
+                    queue.append(source)
+        lines = (step for step in self.flow.values if step in found and _is_tensor(step) and step.meta.get("where"))
+        return next(lines, node)
 
     def without_rule_on_path(self) -> Iterator[Reason]:
         """A backward operator without a rule, whose every cotangent is zero."""
@@ -239,8 +256,8 @@ class _Explanation:
 
     def _positions(self, node: Node, factor: str) -> bool | None:
         """Whether zeros of the factor are known position by position; None where there are none."""
-        value = self.flow.values.get(node)
-        facts = value.facts if isinstance(value, Value) else {}
+        value = self._value(node)
+        facts = value.facts if value is not None else {}
         keys = [key for key, known in facts.items() if key.factor == factor and known.value == 0]
         return any(not any(index is EVERY for index in key.indices) for key in keys) if keys else None
 

@@ -154,6 +154,8 @@ class TraceMode(CallRecorder):
         args = self._swap(args, where)
         if not self.backward and not self._pauses:
             name = f"{cls.__module__}.{cls.__qualname__}.apply"
+            self._starts.append(torch._C._autograd._get_sequence_nr())
+            self._started.append(len(self.calls))
             self.calls.append(Call(name, self.operands(args, {}), where))
         return args
 

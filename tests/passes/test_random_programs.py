@@ -50,7 +50,7 @@ def judge(seed: int, count: Counter[str]) -> None:
         dead = silenced(inputs, draw)
         try:
             values = run_graph(joint, dead)
-        except RuntimeError:
+        except (RuntimeError, IndexError):
             continue  # the path that was traced is not the path of these sizes
         factors = {factor: dead[factor] for factor in FACTORS}
         count["claims"] += Checker(whole, values, factors).check()
