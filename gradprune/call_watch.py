@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import _pop_mode, _push_mode
 
 from gradprune.calls import (
     COMPARISONS,
@@ -25,7 +24,7 @@ from gradprune.calls import (
 )
 from gradprune.formulas import evaluate, symbol_name
 from gradprune.joint import Call, CallStream, Layout
-from gradprune.trace.standins import watching_compiled, watching_functions, watching_scripted
+from gradprune.trace.standins import watching_compiled, watching_functions, watching_scripted, withdraw
 
 Result = Callable[[torch.Tensor], None]
 
@@ -119,14 +118,9 @@ class CallWatch(PausableMode):
         if self._pauses and self._alive:
             return
         self.give_up("a function under torch.compile runs, and its calls cannot be seen")
-        above = []
-        while self._entered:
-            mode = _pop_mode()
-            self._entered = mode is not self
-            if mode is not self:
-                above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
+        if self._entered:
+            withdraw(self)
+            self._entered = False
 
     def give_up(self, difference: str) -> None:
         """The run does something that cannot be compared."""

@@ -81,7 +81,7 @@ PATHS = {
     counted: 2,
     selected: 2,
     selected_by_len: 2,
-    top_k: 2,
+    top_k: 1,
     slice_bound: 1,
     or_default: 2,
     comparison: 3,
@@ -223,14 +223,33 @@ def test_globals_of_the_program_are_restored():
     assert isinstance(int("3"), int) and len([1]) == 1
 
 
-def test_math_of_a_data_number_is_unknown():
+def test_math_of_a_data_number():
     def step(logp, adv, mask):
         level = mask.mean().item()
         if not math.isfinite(level):
             return (logp * adv[:, None]).sum() * 2
-        return (logp * adv[:, None]).sum()
+        return (logp * adv[:, None]).sum() * math.exp(level)
 
-    assert len(trace(step)) == 2
+    joints = trace(step)
+    assert len(joints) == 2
+    targets = [{node.target for node in joint.graph_module.graph.nodes} for joint in joints]
+    assert sum(math.exp in found for found in targets) == 1
+
+
+def test_largest_of_two_numbers_is_no_branch():
+    def step(logp, adv, mask):
+        rows = [
+            (row[: int(length)] * gain).sum() / max(length, 1)
+            for row, length, gain in zip(logp, mask.sum(-1).long().tolist(), adv)
+        ]
+        return sum(rows)
+
+    joints = trace(step)
+    assert len(joints) == 1
+    values = example()
+    empty = torch.cat([torch.zeros(1, 6, dtype=torch.float64), torch.ones(3, 6, dtype=torch.float64)])
+    for mask in (torch.ones_like(values["mask"]), empty):
+        assert_faithful(step, joints, {**values, "mask": mask})
 
 
 def test_values_of_the_example_decide_nothing():

@@ -25,7 +25,7 @@ from gradprune.calls import current_line
 from gradprune.errors import TraceError
 from gradprune.facts import SourceLine
 from gradprune.joint import Layout
-from gradprune.trace.unknown import refuse_number
+from gradprune.trace.unknown import prefer_symbolic_extremum, refuse_number
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class BranchingShapeEnv(ShapeEnv):
         return GuardOnDataDependentSymNode(expr, str(unhinted_expr))  # the stacks that torch adds take long
 
     def _decide(self, question: sympy.Basic) -> bool:
+        prefer_symbolic_extremum()
         index = len(self.decisions)
         answer = self._script[index] if index < len(self._script) else True
         self.decisions.append(Decision(question, answer, current_line()))

@@ -1,8 +1,8 @@
 """What stands in, while a trace runs, for Python and torch functions that need data or hide what they compute.
 
 Everything here is undone when the trace ends. The globals of the user's modules are touched only where a traced
-program was seen to turn a symbolic number into a Python one: there ``int``, ``float``, ``len`` and `math` keep it
-symbolic.
+program was seen to turn a symbolic number into a Python one: there ``int``, ``float``, ``len``, ``max``, ``min``
+and `math` keep it symbolic.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import torch.utils.checkpoint
 from torch._dynamo import eval_frame
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from gradprune.calls import tensors_in
 from gradprune.frames import is_user_file
+from gradprune.trace.tracer import add_number
 from gradprune.trace.unknown import Unknown, first_unknown
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -90,11 +92,30 @@ def _len(value: Any) -> Any:
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() > 0 else builtins.len(value)
 
 
-_BUILTINS: dict[str, Any] = {"int": _Int, "float": _Float, "len": _len}
+def _extremum(builtin: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    """``max`` or ``min`` that does not branch on a symbolic number; numbers of two kinds keep theirs, and branch."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and not kwargs and any(isinstance(arg, SYMBOLIC) for arg in args):
+            for kind in ((int, torch.SymInt), (float, torch.SymFloat)):
+                if all(type(arg) in kind for arg in args):
+                    return symbolic(*args)
+        return builtin(*args, **kwargs)
+
+    return call
+
+
+_BUILTINS: dict[str, Any] = {
+    "int": _Int,
+    "float": _Float,
+    "len": _len,
+    "max": _extremum(builtins.max, torch.sym_max),
+    "min": _extremum(builtins.min, torch.sym_min),
+}
 
 
 def _math_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of `math` that gives a new unknown number for a symbolic one."""
+    """A function of `math` that gives a new number, and a node of the graph, for a symbolic one."""
 
     def call(*args: Any) -> Any:
         unknown = first_unknown(args)
@@ -104,10 +125,11 @@ def _math_function(function: Callable[..., Any]) -> Callable[..., Any]:
         if symbol is None or function in (math.floor, math.ceil, math.trunc):
             return function(*args)
         shape_env = symbol.node.shape_env
+        is_question = function in (math.isnan, math.isinf, math.isfinite)
         with shape_env.ignore_fresh_unbacked_symbols():
-            if function in (math.isnan, math.isinf, math.isfinite):
-                return shape_env.create_unbacked_symbool()
-            return shape_env.create_unbacked_symfloat()
+            result = shape_env.create_unbacked_symbool() if is_question else shape_env.create_unbacked_symfloat()
+        add_number(function, args, result)
+        return result
 
     return call
 
@@ -129,7 +151,7 @@ def _replacements(module: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def symbolic_builtins(modules: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """``int``, ``float``, ``len`` and `math` in the modules with these globals keep symbolic numbers symbolic."""
+    """The stand-ins for builtins and for `math` in the modules with these globals keep symbolic numbers symbolic."""
     with contextlib.ExitStack() as stack:
         for module in modules:
             replacements = _replacements(module)
@@ -297,6 +319,15 @@ def watching_compiled(on_call: Callable[[], None]) -> Iterator[None]:
 
     with _patched(eval_frame, "_callback_from_stance", callback):
         yield
+
+
+def withdraw(mode: TorchFunctionMode) -> None:
+    """Takes `mode` off the stack of function modes for good, wherever it stands there."""
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for top in reversed(above):
+        _push_mode(top)
 
 
 def _posing_as(number: type) -> Callable[[Any, str], Any]:

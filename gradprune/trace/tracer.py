@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import (
     PythonKeyTracer,
     decompose,
     disable_autocast_cache,
+    get_proxy_mode,
     get_proxy_slot,
     track_tensor_tree,
 )
@@ -73,6 +74,17 @@ class LineTracer(PythonKeyTracer):
         inner = torch._from_functional_tensor(tensor.elem)  # type: ignore[attr-defined]
         slot = get_proxy_slot(inner, self, None)
         return slot.proxy.node if slot is not None else self.create_arg(inner)
+
+
+def add_number(function: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
+    """Adds a node to the graph being traced: `result`, a symbolic number, is ``function(*args)``."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracer: Any = mode.tracer
+    proxies = tuple(
+        get_proxy_slot(arg, tracer).force() if isinstance(arg, (torch.SymInt, torch.SymFloat)) else arg for arg in args
+    )
+    track_tensor_tree(result, tracer.create_proxy("call_function", function, proxies, {}), constant=None, tracer=tracer)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ Whatever is computed from it is unknown as well; asking what it is, to branch or
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -12,7 +13,7 @@ from typing import Any
 
 from gradprune.errors import TraceError
 from gradprune.facts import SourceLine
-from gradprune.frames import is_user_file
+from gradprune.frames import is_user_file, source_line
 
 
 class Stopped(BaseException):
@@ -42,6 +43,16 @@ def refuse_number(error: TraceError) -> None:
     """Stops because a number that a trace does not know is needed, unless its module can be made to do without."""
     frame = user_frame(sys._getframe(1))
     raise Stopped(error) if frame is None else NeedsSymbolicBuiltins(frame.f_globals, error)
+
+
+def prefer_symbolic_extremum() -> None:
+    """Stops where ``max`` or ``min`` of the user's line would branch on a number, if its module can do without."""
+    frame = user_frame(sys._getframe(1))
+    if frame is None or "max" in frame.f_globals:
+        return
+    text = source_line(frame.f_code.co_filename, frame.f_lineno).text
+    if re.search(r"\b(max|min)\(", text):
+        raise NeedsSymbolicBuiltins(frame.f_globals, TraceError("max or min of data", None))
 
 
 class Unknown:
