@@ -96,6 +96,12 @@ class ProofBook:
             return proof if self._refused % LOOK_AGAIN else None
         return proof
 
+    def settled(self) -> bool:
+        """Whether all that was seen is expected to be proved, and no Python state has changed since."""
+        if self._state is None or self._state.changed() or not self._expected:
+            return False
+        return all(proof.verdict for proof in self._expected.values())
+
     def known(self, program: Hashable, shapes: Shapes) -> Proof | None:
         return next((proof for proof in self._proofs.get(program, ()) if proof.admission.admits(shapes)), None)
 

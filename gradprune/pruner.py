@@ -30,6 +30,7 @@ from gradprune.graphs import Arrivals
 from gradprune.guard import Guard, OnViolation, magnitude, watch_optimizers
 from gradprune.known import Known
 from gradprune.meter import FlopMeter
+from gradprune.planner import StepPlan
 from gradprune.proof_cache import proved_tape
 from gradprune.proofs import Proof, ProofBook
 from gradprune.runs import DeadRun, ObservedRun, Rollback, family
@@ -104,6 +105,7 @@ class Pruner:
         self._decisions: deque[Decision] = deque(maxlen=_REMEMBERED)
         self._calls = self._pruned = 0
         self._warned = False
+        self._stages_may_prune = False
         self._listening: list[Arrivals] = []
         watch_optimizers()
 
@@ -134,9 +136,31 @@ class Pruner:
             return WatchedRun(self, microbatch)
         return PrunedRun(self, microbatch, way)
 
+    def agree(self, plan: StepPlan) -> StepPlan:
+        plan, self._stages_may_prune = self.schedule.agree(plan, self.book.settled())
+        return plan
+
+    def unproved_stage(self) -> Live | None:
+        """Why a pipeline stage that computes no loss may not prune yet."""
+        if self._stages_may_prune:
+            return None
+        return Live("the stage that computes the loss had no proof when ranks last agreed: step.agree(plan)")
+
     def way(self, microbatch: Microbatch) -> Live | Proof | None:
         """Live with its reason, a proof to run dead by, or None: observe it, then decide."""
         self._stop_listening()
+        forbidden = self.forbidden(microbatch)
+        if forbidden is not None:
+            return forbidden
+        proof = self.book.expected(microbatch.family)
+        if proof is None and self.book.full():
+            return Live("the step computed too many different things to prove each")
+        if proof is not None and isinstance(proof.verdict, Refusal):
+            return Live(f"not proved: {proof.verdict.reasons[0]}")
+        return proof
+
+    def forbidden(self, microbatch: Microbatch) -> Live | None:
+        """Why this microbatch runs live whatever was proved."""
         if not microbatch.known.holds:
             return Live(microbatch.known.reason)
         if not torch.is_grad_enabled():
@@ -149,12 +173,7 @@ class Pruner:
         if (reason := self.schedule.refusal()) is not None:
             self.refused(Refusal(self.policy.hypothesis, (), (reason,), self._name))
             return Live(str(reason))
-        proof = self.book.expected(microbatch.family)
-        if proof is None and self.book.full():
-            return Live("the step computed too many different things to prove each")
-        if proof is not None and isinstance(proof.verdict, Refusal):
-            return Live(f"not proved: {proof.verdict.reasons[0]}")
-        return proof
+        return None
 
     def audited(self) -> bool:
         """Whether the coming dead microbatch is one of those whose backward is run all the same."""
@@ -248,7 +267,7 @@ class Pruner:
                     gradient.fill_(float("nan"))
 
 
-class _Counting:
+class Counting:
     """Counts the FLOPs of a microbatch's first segment, if the meter wants them."""
 
     def __init__(self, meter: FlopMeter, microbatch: Microbatch, dead: bool) -> None:
@@ -272,7 +291,7 @@ class LiveRun:
 
     def __init__(self, pruner: Pruner, microbatch: Microbatch, why: Live, again: bool = False) -> None:
         self._pruner, self._microbatch, self._why, self._again = pruner, microbatch, why, again
-        self._counting = _Counting(pruner.meter, microbatch, dead=False)
+        self._counting = Counting(pruner.meter, microbatch, dead=False)
 
     def segment(self) -> AbstractContextManager[None]:
         if self._again:
@@ -293,7 +312,7 @@ class WatchedRun:
         self._pruner, self._microbatch = pruner, microbatch
         self._observed = ObservedRun(microbatch.models, microbatch.named)
         # As a dead one: where it is cut off from its graph, no backward will be seen.
-        self._counting = _Counting(pruner.meter, microbatch, dead=True)
+        self._counting = Counting(pruner.meter, microbatch, dead=True)
 
     @contextmanager
     def segment(self) -> Iterator[None]:
@@ -318,6 +337,10 @@ class WatchedRun:
         audited = pruner.audited()
         if proof.hidden is not None and (audited or not proof.hidden.complete):
             return self._listen(output, proof)
+        if any(pruner.schedule.stage_inputs(model) for model in microbatch.models.values()):
+            # The stage before waits for a gradient, of a shape that recomputation may have cut up in this forward.
+            why = Live("observed for its proof, while the stage before waits for its gradient")
+            return LiveRun(pruner, microbatch, why).finish(output)
         boundary = self._observed.boundary()
         delivery = pruner.delivery(microbatch, proof)
         asked = [*boundary, *(proof.parameters() if audited else ())]
@@ -365,7 +388,7 @@ class PrunedRun:
         self._dead = DeadRun(
             proof, microbatch.named, self._delivery, inside, pruner.looks_at_boundary(microbatch, proof), self._failed
         )
-        self._counting = _Counting(pruner.meter, microbatch, dead=True)
+        self._counting = Counting(pruner.meter, microbatch, dead=True)
 
     @contextmanager
     def segment(self) -> Iterator[None]:

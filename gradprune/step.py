@@ -15,9 +15,11 @@ from gradprune.facts import Hypothesis
 from gradprune.flops import FlopReport
 from gradprune.guard import OnViolation
 from gradprune.known import examine
+from gradprune.planner import StepPlan
 from gradprune.pruner import LiveRun, Microbatch, Policy, PrunedRun, Pruner, Run
 from gradprune.runs import batch_constants, batch_leaves
 from gradprune.schedule import Schedule, no_schedule
+from gradprune.stage_run import run_stage
 from gradprune.watch import RunInVain
 
 Call = Callable[[], Any]
@@ -77,6 +79,15 @@ class PrunedStep:
         """FLOPs run and pruned since the start."""
         return self._pruner.report()
 
+    def agree(self, plan: StepPlan) -> StepPlan:
+        """`plan` as all ranks that share its collectives hold it: dead is what is dead for all of them.
+
+        Call it once a rollout, on every rank, before the first forward, and bind the plan that it returns; without a
+        `schedule` that spans ranks it is `plan` itself. Raises PlanError, on every rank, where ranks that see the same
+        data hold different plans.
+        """
+        return self._pruner.agree(plan)
+
     def check(self) -> None:
         """Wait for the device and raise if a dead microbatch so far turns out not to have been dead."""
         self._pruner.guard.check()
@@ -99,6 +110,9 @@ class PrunedStep:
 
     def _forward_step(self, iterator: Any, model: torch.nn.Module, *rest: Any, **kwargs: Any) -> Any:
         """One call of a Megatron ``forward_step``: its microbatch ends with the loss function that it returns."""
+        if not self._pruner.schedule.computes_loss(model):
+            stage = functools.partial(self._step, iterator, model, *rest, **kwargs)
+            return run_stage(self._pruner, iterator, model, stage)
         if iterator is None:
             return self._step(iterator, model, *rest, **kwargs)
         batch = next(iterator)
