@@ -141,7 +141,7 @@ def main(path: Path) -> int:
         for text in PATTERNS.values():
             dead = parse_dead(text)
             try:
-                outcomes = worlds[layout.world].run(compare_arms, layout, dead, limit=120)
+                outcomes = worlds[layout.world].run(compare_arms, layout, dead, limit=600)
                 check(layout, dead, outcomes)
                 cells.append(f"equal, {sum(o.dead for o in outcomes)}/{sum(o.backwards for o in outcomes)}")
             except (AssertionError, RankError) as error:
