@@ -122,18 +122,18 @@ def clamp(flow: Flow, node: Node, a: Any, low: Any = None, high: Any = None) -> 
     limits = [limit for limit in (low, high) if limit is not None]
     dtype = dtype_of(node)
     x, *others = operands(flow, dtype, a, *limits)
-    bounds, picks = x.bounds, []
+    bounds, notnan, picks = x.bounds, flow.notnan(a), []
     for limit, other, larger in zip(limits, others, (True, False) if low is not None else (False,)):
-        seen = Value((), dtype, bounds=bounds)
-        picks.append(_pick(seen, other, flow.notnan(a), flow.notnan(limit), larger=larger))
+        seen, limit_notnan = Value((), dtype, bounds=bounds), flow.notnan(limit)
+        picks.append(_pick(seen, other, notnan, limit_notnan, larger=larger))
         bounds = _extremum_bounds(seen, other, larger=larger)
+        notnan = notnan | limit_notnan if notnan is not None and limit_notnan is not None else None
 
     def combine(p: Known | None, *known: Known | None) -> Known | None:
         for pick, limit in zip(picks, known):
             p = pick(p, limit)
         return p
 
-    notnan = flow.notnan(a)
     limit = intervals.magnitude(bounds)
     bounded = (
         node in flow.backward
