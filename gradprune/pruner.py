@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -31,16 +31,20 @@ from gradprune.guard import Guard, OnViolation, magnitude, watch_optimizers
 from gradprune.known import Known
 from gradprune.meter import FlopMeter
 from gradprune.planner import StepPlan
-from gradprune.proof_cache import proved_tape
+from gradprune.proof_cache import proved_tape, shapes_of
 from gradprune.proofs import Proof, ProofBook
 from gradprune.runs import DeadRun, ObservedRun, Rollback, family
 from gradprune.schedule import Schedule
+from gradprune.tape import Tape
 from gradprune.trees import loss_of, map_tensors
 
 _REMEMBERED = 10_000
 
 #: One in so many dead microbatches with a costly boundary has the cotangent there looked at.
 SAMPLED = 8
+
+#: So many programs that differ in numbers only (weights of a microbatch, say) are proved with those numbers left open.
+ALIKE = 3
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class Pruner:
         self._decisions: deque[Decision] = deque(maxlen=_REMEMBERED)
         self._calls = self._pruned = 0
         self._warned = False
+        self._alike: Counter[Any] = Counter()
         self._stages_may_prune = False
         self._listening: list[Arrivals] = []
         watch_optimizers()
@@ -194,14 +199,36 @@ class Pruner:
         except TraceError as error:
             where: Any = error.where
             return Refusal(self.policy.hypothesis, (), (Reason("untraceable", str(error), where),), self._name)
-        program = (microbatch.family, tape.content())
-        shapes = {leaf.name: tensor.shape for leaf, tensor in zip(tape.leaves, tensors)}
-        proof = self.book.known(program, shapes)
-        if proof is None:
-            verdict, admission = proved_tape(tape, tensors, self._name, self.policy.hypothesis)
-            proof = run.proof(verdict, tape, admission, loss)
-        self.book.saw(microbatch.family, program, proof)
-        return proof
+        found = self._known(microbatch, tape, tensors) or self._new(microbatch, run, tape, tensors, loss)
+        self.book.saw(microbatch.family, *found)
+        return found[1]
+
+    def _known(
+        self, microbatch: Microbatch, tape: Tape, tensors: list[torch.Tensor]
+    ) -> tuple[tuple[Any, ...], Proof] | None:
+        """A program of the book that speaks of `tape`: itself, or one with numbers left open that is proved."""
+        shapes = shapes_of(tape, tensors)
+        for candidate in (tape, tape.opened()[0]):
+            program = (microbatch.family, candidate.content())
+            proof = self.book.known(program, shapes)
+            if proof is not None and (proof.verdict or candidate is tape):
+                return program, proof
+        return None
+
+    def _new(
+        self, microbatch: Microbatch, run: ObservedRun, tape: Tape, tensors: list[torch.Tensor], loss: torch.Tensor
+    ) -> tuple[tuple[Any, ...], Proof]:
+        """The proof of a new program; where only numbers set it apart from others, of all such programs at once."""
+        opened, numbers = tape.opened()
+        alike = (microbatch.family, opened.content())
+        self._alike[alike] += 1
+        if numbers and self._alike[alike] == ALIKE:
+            values = [torch.tensor(number, dtype=torch.float64) for number in numbers]
+            verdict, admission = proved_tape(opened, [*tensors, *values], self._name, self.policy.hypothesis)
+            if verdict:
+                return alike, run.proof(verdict, opened, admission, loss)
+        verdict, admission = proved_tape(tape, tensors, self._name, self.policy.hypothesis)
+        return (microbatch.family, tape.content()), run.proof(verdict, tape, admission, loss)
 
     def refused(self, refusal: Refusal) -> None:
         """Warn of the first refusal, as long as nothing was proved. Raises PruneError for any if strict."""

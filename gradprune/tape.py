@@ -110,6 +110,28 @@ class Tape:
         renamed = tuple(replace(leaf, number=new[leaf.number]) for leaf in leaves)
         return Tape(entries, _unique_names(renamed), new[self.loss]), [leaf.number for leaf in leaves]
 
+    def opened(self) -> tuple[Tape, list[float]]:
+        """This tape with the Python numbers that scale something left open, and those numbers.
+
+        An open number is the value of a leaf of its own, ``number.k``, which a replay must be given as a 0-dim tensor.
+        """
+        first = len({*(leaf.number for leaf in self.leaves), *(n for entry in self.entries for n in entry.results)})
+        numbers: list[float] = []
+
+        def open_number(value: Any) -> Any:
+            if type(value) not in (int, float):
+                return value
+            numbers.append(float(value))
+            return Formula(None, source=first + len(numbers) - 1)
+
+        entries = [
+            replace(entry, args=tuple(map(open_number, entry.args))) if _scales(entry) else entry
+            for entry in self.entries
+        ]
+        kind = (torch.float64, 0, "cpu")
+        opened = [Leaf(f"{NUMBER}{k}", "state", first + k, kind) for k in range(len(numbers))]
+        return Tape(tuple(entries), (*self.leaves, *opened), self.loss), numbers
+
     def content(self) -> tuple[Any, ...]:
         """Hashable; equal for two recordings of one program, whatever the sizes of its tensors."""
         calls = tuple(
@@ -117,6 +139,15 @@ class Tape:
             for e in self.entries
         )
         return tuple(self.leaves), calls, self.loss
+
+
+#: Name of a leaf that holds a number of the user's Python code.
+NUMBER = "number."
+_SCALING = frozenset("mul mul_ div div_ true_divide __mul__ __rmul__ __truediv__ __rtruediv__ __rdiv__".split())
+
+
+def _scales(entry: Entry) -> bool:
+    return getattr(entry.function, "__name__", "") in _SCALING and isinstance(entry.args, tuple)
 
 
 def _unique_names(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:

@@ -7,6 +7,7 @@ that they touch is read by the tape afterwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from gradprune.data_numbers import Formula
 from gradprune.ledger import Ledger
 from gradprune.recorder import EFFECTS, CallObserver
-from gradprune.tape import Entry, Leaf, Ref, Size, Tape, autocast_state, kind_of, number_of, size_of, tensors_in
+from gradprune.tape import NUMBER, Entry, Leaf, Ref, Size, Tape, autocast_state, kind_of, number_of, size_of, tensors_in
 
 #: Calls that change how gradient flows through a tensor that they are given, beside those of the recorder.
 _REWIRING = EFFECTS | {"requires_grad_", "detach_", "set_"}
@@ -44,6 +45,8 @@ class TapeWatch(CallObserver):
         self._ledger = Ledger()
         self._shapes: dict[int, torch.Size] = {}
         self._items: dict[int, Any] = {}
+        self._trial: dict[int, Any] = {}
+        self._free = {leaf.number for leaf in tape.leaves if leaf.name.startswith(NUMBER)}
         self._position = 0
         self._spoiled: str | None = None
 
@@ -104,6 +107,7 @@ class TapeWatch(CallObserver):
         if entry.function != func or entry.grad != torch.is_grad_enabled() or entry.autocast != autocast_state():
             return None
         found: dict[int, torch.Tensor] = {}
+        self._trial = {}
         try:
             self._compare(entry.args, args, found)
             self._compare(entry.kwargs, kwargs, found)
@@ -116,6 +120,9 @@ class TapeWatch(CallObserver):
             self._compare_tensor(spec.number, value, found)
         elif isinstance(spec, Size):
             _require(type(value) is int and value == size_of(spec, lambda n, d: self._shapes[n][d]))
+        elif isinstance(spec, Formula) and spec.source in self._free:
+            _require(type(value) in (int, float) and math.isfinite(value))
+            self._trial[spec.source] = value
         elif isinstance(spec, Formula):
             _require(type(value) in (int, float) and _equal(value, number_of(spec, self._item)))
         elif isinstance(spec, slice):
@@ -148,6 +155,8 @@ class TapeWatch(CallObserver):
 
     def _advance(self, entry: Entry, found: dict[int, torch.Tensor], result: Any, args: Any, kwargs: Any) -> None:
         self._position += 1
+        self._free.difference_update(self._trial)
+        self._items.update(self._trial)
         tensors = tensors_in(result)
         if self._look is not None and tensors:
             self._look(self._position - 1, tensors[0])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from gradprune.errors import NoEffectWarning
 from tests.step.arms import assert_equal, make_batch, outcomes, train
 from tests.step.losses import Loss, by_product, grpo, kl
 
@@ -170,3 +171,37 @@ def test_prunes_with_coefficient_in_the_batch():
     pruned, unpruned = (train(step, updates, compiled=compiled) for compiled in (True, False))
     assert outcomes(pruned) == "dld"
     assert_equal(pruned, unpruned)
+
+
+def weighted(offset):
+    """A step that weighs each microbatch by a Python number of its own, as token-weighted accumulation does."""
+
+    def step(model, batch):
+        loss, metrics = Loss(grpo)(model, batch)
+        share = int(batch["mask"].sum()) / 97
+        return loss * share + offset * share * model(batch["ids"]).mean(), metrics
+
+    return step
+
+
+def test_prunes_whatever_number_weighs_the_microbatch():
+    updates = [[make_batch(4, 6, dead=True, seed=10 * u + m) for m in range(4)] for u in range(3)]
+
+    def step(model, batch):
+        loss, metrics = Loss(grpo)(model, batch)
+        return loss * (len(metrics) + int(batch["ids"].sum()) / 97), metrics
+
+    pruned, unpruned = (train(step, updates, compiled=compiled) for compiled in (True, False))
+    # Each of the first numbers is met by a dead run that expects the one before and is taken back, and is then proved
+    # by itself; the third time, the proof is made for any number.
+    assert outcomes(pruned) == "dldl" + "d" * 8
+    assert len(pruned.step.explain().verdicts) == 3
+    assert_equal(pruned, unpruned)
+
+
+def test_keeps_whatever_number_weighs_the_live_term():
+    updates = [[make_batch(4, 6, dead=True, seed=10 * u + m) for m in range(4)] for u in range(2)]
+    with pytest.warns(NoEffectWarning):
+        kept = train(weighted(0.1), updates, compiled=True)
+    assert outcomes(kept) == "l" * 8
+    assert_equal(kept, train(weighted(0.1), updates, compiled=False))
