@@ -250,16 +250,18 @@ class Flow:
         bounds = rounded((float(number), float(number)), dtype)
         return Value((), dtype, Known(same) if same is not None else None, bounds=bounds, notnan=True, rows=None)
 
-    def finite(self, argument: Any) -> Needs | None:
-        """What makes every element of the operand finite; None if nothing can."""
+    def finite(self, argument: Any, dtype: torch.dtype | None = None) -> Needs | None:
+        """What makes every element of the operand finite, as a kernel of `dtype` reads it; None if nothing can."""
         value = self.value(argument)
         if value.broken or (value.const is not None and math.isinf(value.const.value)):
             return None
+        if _narrows(value.dtype, dtype):
+            return NO_NEEDS if value.notnan and is_finite(rounded(value.bounds, dtype)) else None
         if value.finite:
             return NO_NEEDS
         if value.const is not None:
             return value.const.needs
-        return self._derived(argument, value) or self.condition("finite", argument)
+        return self._derived("finite", argument, value)
 
     def notnan(self, argument: Any) -> Needs | None:
         value = self.value(argument)
@@ -269,16 +271,20 @@ class Flow:
             return NO_NEEDS
         if value.const is not None:
             return value.const.needs
-        return self._derived(argument, value) or self.condition("notnan", argument)
+        return self._derived("notnan", argument, value)
 
-    def nonzero(self, argument: Any) -> Needs | None:
-        """What makes every element of the operand neither 0 nor NaN; None if nothing can."""
+    def nonzero(self, argument: Any, dtype: torch.dtype | None = None) -> Needs | None:
+        """What makes every element of the operand neither 0 nor NaN, as a kernel of `dtype` reads it."""
         value = self.value(argument)
-        if value.const is not None:
+        low, high = rounded(value.bounds, dtype) if _narrows(value.dtype, dtype) else value.bounds
+        apart = not low <= 0 <= high
+        if value.const is not None and (apart or not _narrows(value.dtype, dtype)):
             return value.const.needs if value.const.value != 0 else None
         notnan = self.notnan(argument)
-        if notnan is None or not value.bounds[0] <= 0 <= value.bounds[1]:
+        if notnan is None or apart:
             return notnan
+        if not isinstance(argument, Node) or _narrows(value.dtype, dtype):
+            return None
         return notnan | self.condition("nonzero", argument)
 
     def nonempty(self, size: Size, argument: Any) -> Needs | None:
@@ -288,8 +294,12 @@ class Flow:
             return None
         return NO_NEEDS if low >= 1 else self.condition("nonempty", argument)
 
-    def reach(self, argument: Any) -> Reach | None:
-        """A limit of the operand's magnitude, with what it needs."""
+    def reach(self, argument: Any, dtype: torch.dtype | None = None) -> Reach | None:
+        """A limit of the operand's magnitude, with what it needs; None where a kernel of `dtype` may overflow on it."""
+        reach = self._reach(argument)
+        return reach if reach is None or dtype is None or reach.limit <= _largest(dtype) else None
+
+    def _reach(self, argument: Any) -> Reach | None:
         value = self.value(argument)
         if value.broken:
             return None
@@ -306,9 +316,11 @@ class Flow:
             return None
         return Reach(BOUND, self.condition("bounded", source))
 
-    def _derived(self, argument: Any, value: Value) -> Needs | None:
-        """For a value of the backward: forward conditions that make it finite, where some are known."""
-        return value.reach.needs if argument in self.backward and value.reach is not None else None
+    def _derived(self, kind: NeedKind, argument: Any, value: Value) -> Needs:
+        """The condition on the value itself; for one of the backward, forward conditions that imply it, if known."""
+        if argument in self.backward and value.reach is not None:
+            return value.reach.needs
+        return self.condition(kind, argument)
 
     def condition(self, kind: NeedKind, argument: Any) -> Needs:
         """The side condition that every element of a node's value is of this kind."""
@@ -321,6 +333,16 @@ def _same_elements(node: Node) -> Node:
     while node.op == "call_function" and getattr(node.target, "_opname", None) in SAME_ELEMENTS:
         node = node.all_input_nodes[0]
     return node
+
+
+def _narrows(before: torch.dtype | None, after: torch.dtype | None) -> bool:
+    """Whether a conversion may turn a finite number into an infinite one, or one that is not zero into zero."""
+    if before is None or after is None or before == after or not after.is_floating_point:
+        return False
+    if not before.is_floating_point:
+        return _largest(before) > _largest(after)
+    info, other = torch.finfo(before), torch.finfo(after)
+    return info.max > other.max or info.smallest_normal < other.smallest_normal
 
 
 def _largest(dtype: torch.dtype | None) -> float:

@@ -37,9 +37,10 @@ def _sum(flow: Flow, node: Node, a: Any, b: Any, sign: int, alpha: Any) -> Value
     x, y = operands(flow, dtype, a, b)
     factor = flow.literal(alpha, dtype)
     scale = factor.const.value * sign if factor.const is not None and math.isfinite(factor.const.value) else None
+    finite = flow.finite(alpha, dtype) is not None
 
     def combine(p: Known | None, q: Known | None) -> Known | None:
-        if p is None or q is None:
+        if p is None or q is None or not finite:
             return None
         if q.value == 0:
             return Known(p.value, p.needs | q.needs)
@@ -50,7 +51,7 @@ def _sum(flow: Flow, node: Node, a: Any, b: Any, sign: int, alpha: Any) -> Value
     opposite = (x.bounds[0] == -math.inf and scaled[1] == math.inf) or (
         x.bounds[1] == math.inf and scaled[0] == -math.inf
     )
-    reaches = (flow.reach(a), flow.reach(b)) if node in flow.backward else (None, None)
+    reaches = (flow.reach(a, dtype), flow.reach(b, dtype)) if node in flow.backward else (None, None)
     return pointwise(
         node,
         [x, y],
@@ -74,10 +75,10 @@ def _opposite_infinities(x: Value, y: Value, sign: int) -> bool:
 
 @rule("aten.mul.Tensor", "aten.mul.Scalar", "operator.mul")
 def multiply(flow: Flow, node: Node, a: Any, b: Any) -> Value:
-    x, y = operands(flow, dtype_of(node), a, b)
-    return pointwise(
-        node, [x, y], _product_rule(flow.finite(a), flow.finite(b)), **_product_facets(flow, node, a, b, x, y)
-    )
+    dtype = dtype_of(node)
+    x, y = operands(flow, dtype, a, b)
+    combine = _product_rule(flow.finite(a, dtype), flow.finite(b, dtype))
+    return pointwise(node, [x, y], combine, **_product_facets(flow, node, a, b, x, y))
 
 
 def _product_rule(finite_a: Needs | None, finite_b: Needs | None) -> Any:
@@ -100,7 +101,7 @@ def _product_facets(flow: Flow, node: Node, a: Any, b: Any, x: Value, y: Value) 
         bounds = (max(bounds[0], 0.0), bounds[1])
     reach = None
     if node in flow.backward:
-        p, q = flow.reach(a), flow.reach(b)
+        p, q = flow.reach(a, x.dtype), flow.reach(b, x.dtype)
         reach = Reach(p.limit * q.limit * 1.01, p.needs | q.needs) if p is not None and q is not None else None
     nan = (_may_be_zero(x) and _may_be_infinite(y)) or (_may_be_zero(y) and _may_be_infinite(x))
     notnan = x.notnan and y.notnan and not nan
@@ -120,7 +121,7 @@ def divide(flow: Flow, node: Node, a: Any, b: Any) -> Value:
     x, y = operands(flow, dtype_of(node), a, b)
     if _is_count_of(node, b):
         y = replace(y, bounds=(max(y.bounds[0], 1.0), y.bounds[1]))
-    nonzero = flow.nonzero(b) if _may_be_zero(y) else flow.notnan(b)
+    nonzero = flow.nonzero(b, y.dtype) if _may_be_zero(y) else flow.notnan(b)
     bounds = intervals.divided(x.bounds, y.bounds)
     zero_divisor = y.const is not None and y.const.value == 0
     reach = _quotient_reach(flow, a, b, y) if node in flow.backward else None
@@ -158,7 +159,7 @@ def _quotient_rule(nonzero: Needs | None, divide: Any) -> Any:
 
 
 def _quotient_reach(flow: Flow, a: Any, b: Any, divisor: Value) -> Reach | None:
-    dividend, notnan = flow.reach(a), flow.notnan(b)
+    dividend, notnan = flow.reach(a, divisor.dtype), flow.notnan(b)
     if dividend is None or notnan is None or _may_be_zero(divisor):
         return None
     least = min(abs(divisor.bounds[0]), abs(divisor.bounds[1]))
@@ -176,7 +177,7 @@ def divide_and_round(flow: Flow, node: Node, a: Any, b: Any, rounding_mode: str 
         return toward(p / q) if math.isfinite(p) and math.isfinite(q) else math.nan
 
     return pointwise(
-        node, [x, y], _quotient_rule(flow.nonzero(b), whole), broken=y.const is not None and y.const.value == 0
+        node, [x, y], _quotient_rule(flow.nonzero(b, y.dtype), whole), broken=y.const is not None and y.const.value == 0
     )
 
 
@@ -197,13 +198,14 @@ def negate(flow: Flow, node: Node, a: Any) -> Value:
 @rule("aten.addcmul.default")
 def add_product(flow: Flow, node: Node, base: Any, a: Any, b: Any, value: Any = 1) -> Value:
     """base + value * a * b."""
-    x, y, z = operands(flow, dtype_of(node), base, a, b)
-    scale = flow.literal(value, dtype_of(node)).const
-    factors = _product_rule(flow.finite(a), flow.finite(b))
+    dtype = dtype_of(node)
+    x, y, z = operands(flow, dtype, base, a, b)
+    scale, finite = flow.literal(value, dtype).const, flow.finite(value, dtype) is not None
+    factors = _product_rule(flow.finite(a, dtype), flow.finite(b, dtype))
 
     def combine(p: Known | None, q: Known | None, r: Known | None) -> Known | None:
         term = factors(q, r)
-        if p is None or term is None or not math.isfinite(value):
+        if p is None or term is None or not finite:
             return None
         if term.value == 0:
             return Known(p.value, p.needs | term.needs)
@@ -215,12 +217,13 @@ def add_product(flow: Flow, node: Node, base: Any, a: Any, b: Any, value: Any = 
 @rule("aten.addcdiv.default")
 def add_quotient(flow: Flow, node: Node, base: Any, a: Any, b: Any, value: Any = 1) -> Value:
     """base + value * a / b, where a / b is zero."""
-    x, y, z = operands(flow, dtype_of(node), base, a, b)
-    ratio = _quotient_rule(flow.nonzero(b), lambda p, q: p / q)
+    dtype = dtype_of(node)
+    x, y, z = operands(flow, dtype, base, a, b)
+    ratio, finite = _quotient_rule(flow.nonzero(b, dtype), lambda p, q: p / q), flow.finite(value, dtype) is not None
 
     def combine(p: Known | None, q: Known | None, r: Known | None) -> Known | None:
         term = ratio(q, r)
-        if p is None or term is None or term.value != 0 or not math.isfinite(value):
+        if p is None or term is None or term.value != 0 or not finite:
             return None
         return Known(p.value, p.needs | term.needs)
 
@@ -231,7 +234,7 @@ def add_quotient(flow: Flow, node: Node, base: Any, a: Any, b: Any, value: Any =
 def interpolate(flow: Flow, node: Node, start: Any, end: Any, weight: Any) -> Value:
     """start + weight * (end - start), where both ends are zero."""
     values = operands(flow, dtype_of(node), start, end, weight)
-    finite = flow.finite(weight)
+    finite = flow.finite(weight, dtype_of(node))
 
     def combine(p: Known | None, q: Known | None, _: Known | None) -> Known | None:
         if p is None or q is None or p.value != 0 or q.value != 0 or finite is None:
@@ -245,7 +248,7 @@ def interpolate(flow: Flow, node: Node, start: Any, end: Any, weight: Any) -> Va
 def remainder(flow: Flow, node: Node, a: Any, b: Any) -> Value:
     """Zero modulo anything but zero (and NaN) is zero."""
     x, y = operands(flow, dtype_of(node), a, b)
-    nonzero = flow.nonzero(b)
+    nonzero = flow.nonzero(b, dtype_of(node))
 
     def combine(p: Known | None, q: Known | None) -> Known | None:
         divisor = q.needs if q is not None and q.value != 0 else nonzero if q is None else None

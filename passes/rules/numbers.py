@@ -64,9 +64,9 @@ def _converted_bounds(x: Value, dtype: torch.dtype | None) -> tuple[Interval, bo
 
 @rule("aten._local_scalar_dense.default")
 def to_number(flow: Flow, node: Node, a: Any) -> Value:
-    """``tensor.item()``: the number is the element."""
+    """``tensor.item()``: the number is the element, and one of its dtype."""
     value = flow.value(a)
-    return replace(remapped(value, (), forgotten(value.dims)), dtype=dtype_of(node))
+    return remapped(value, (), forgotten(value.dims))
 
 
 @rule("torch.sym_float", "torch.sym_int", "builtins.float", "builtins.int", "math.fabs")

@@ -18,7 +18,7 @@ from tests.passes.claims import Checker, Node
 aten = torch.ops.aten
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-30, -1e30, 3e38, -3e38, 88.0, 300.0)
 BROKEN = (float("inf"), float("-inf"), float("nan"))
-NUMBERS = (0, 1, -1, 0.5, 2, 0.25, 1e-8, 1e30, 0.1)
+NUMBERS = (0, 1, -1, 0.5, 2, 0.25, 1e-8, 1e30, 0.1, 1e39, 1e-50)
 
 
 class NoShapes:
@@ -125,6 +125,7 @@ class Builder:
                 self._filled_start,
                 self._complement_start,
                 self._constant_start,
+                self._number_start,
                 self._cotangent_start,
             )
         )()
@@ -162,6 +163,12 @@ class Builder:
     def _constant_start(self) -> Node:
         number = self.pick((0.0, 1.0, -1.0, 0.5, 2.0, 0.1, float("inf"), -float("inf")))
         return self.call(aten.full.default, [self.rows, self.tokens], number)
+
+    def _number_start(self) -> Node:
+        """A tensor without dimensions, of float64: it gives way to the dtype of others."""
+        number = self.pick((0.0, 1.0, 1e39, 1e-50, -2.0))
+        node = self.call(aten.full.default, [], number, dtype=torch.float64)
+        return self.call(aten.mul.Tensor, self._data_start(), node)
 
     def _cotangent_start(self) -> Node:
         spread = self.call(aten.expand.default, self.tangent, [self.rows, self.tokens])

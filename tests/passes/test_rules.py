@@ -17,7 +17,7 @@ from tests.passes.claims import Unsound
 INF, NAN = float("inf"), float("nan")
 
 
-# -- what a rule derives, and its hostile twin ------------------------------------------------------------------------
+# -- what a rule derives, and its hostile twin ---------------------------------------------------------------------
 
 
 def small() -> Builder:
@@ -108,9 +108,7 @@ DERIVED: dict[str, tuple[Callable[[Builder], Node], object]] = {
         0,
     ),
     "masked data times a": (
-        lambda b: b.call(
-            aten.mul.Tensor, b.call(aten.where.self, mask(b), data(b), constant(b, 0.0)), column(b)
-        ),
+        lambda b: b.call(aten.mul.Tensor, b.call(aten.where.self, mask(b), data(b), constant(b, 0.0)), column(b)),
         0,
     ),
     "a rolled away from its mask": (
@@ -187,7 +185,9 @@ DERIVED: dict[str, tuple[Callable[[Builder], Node], object]] = {
     "selected by the mask, times nothing": (lambda b: b.call(aten.index.Tensor, data(b), [mask(b)]), None),
     "selected where the mask silences a": (
         lambda b: b.call(
-            aten.index.Tensor, b.call(aten.mul.Tensor, b.call(aten.expand.default, column(b), [2, 3]), data(b)), [mask(b)]
+            aten.index.Tensor,
+            b.call(aten.mul.Tensor, b.call(aten.expand.default, column(b), [2, 3]), data(b)),
+            [mask(b)],
         ),
         0,
     ),
@@ -241,7 +241,17 @@ def test_derives(name: str) -> None:
     b.check()
 
 
-# -- random operands ---------------------------------------------------------------------------------------------------
+# -- random operands -----------------------------------------------------------------------------------------------
+
+
+def applies(apply: Callable[[Builder], object], b: Builder) -> bool:
+    """Whether the operator could be applied; torch refuses numbers that a dtype cannot hold."""
+    try:
+        return apply(b) is not None
+    except RuntimeError as error:
+        if "without overflow" in str(error):
+            return False
+        raise
 
 
 def try_rules(rounds: range) -> int:
@@ -251,7 +261,7 @@ def try_rules(rounds: range) -> int:
         for name, apply in CASES.items():
             seed = turn * 1_000_003 + sum(map(ord, name))
             b = Builder(seed)
-            if apply(b) is None:
+            if not applies(apply, b):
                 continue
             try:
                 claims += b.check()
@@ -275,7 +285,7 @@ def test_every_rule_is_tried() -> None:
     assert set(registry.rules()) == CASES.keys() | UNTRIED
 
 
-# -- the table -----------------------------------------------------------------------------------------------------------
+# -- the table -----------------------------------------------------------------------------------------------------
 
 
 def test_every_operator_exists() -> None:

@@ -30,6 +30,7 @@ EXTRA: dict[str, Callable[[Builder, Node, Node], tuple[Any, ...]]] = {
     "smooth_l1_loss_backward": lambda b, g, x: (g, x, x, b.pick((0, 1, 2)), 1.0),
     "huber_loss_backward": lambda b, g, x: (g, x, x, b.pick((0, 1, 2)), 1.0),
     "soft_margin_loss_backward": lambda b, g, x: (g, x, x, b.pick((0, 2))),
+    "logit_backward": lambda b, g, x: (g, x, b.pick((None, 1e-3))),
     "binary_cross_entropy_backward": lambda b, g, x: (g, x, x),
     "threshold_backward": lambda b, g, x: (g, x, 0),
     "leaky_relu_backward": lambda b, g, x: (g, x, 0.01, False),
@@ -155,3 +156,13 @@ def prelu_backward(b: Builder, op: Any) -> Any:
 def convolution_backward(b: Builder, op: Any) -> Any:
     x, weight = b.data([1, 2, 5]), b.data([3, 2, 3])
     return b.call(op, silent(b, [1, 3, 3]), x, weight, [3], [1], [0], [1], False, [0], 1, [True, True, True])
+
+
+@case("aten.reflection_pad1d_backward.default", "aten.replication_pad1d_backward.default")
+def pad1d_backward(b: Builder, op: Any) -> Any:
+    return b.call(op, silent(b, [1, 2, 6]), b.data([1, 2, 4]), [1, 1])
+
+
+@case("aten.reflection_pad2d_backward.default", "aten.replication_pad2d_backward.default")
+def pad2d_backward(b: Builder, op: Any) -> Any:
+    return b.call(op, silent(b, [1, 2, 6, 6]), b.data([1, 2, 4, 4]), [1, 1, 1, 1])

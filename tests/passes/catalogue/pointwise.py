@@ -13,9 +13,9 @@ from tests.passes.builder import NUMBERS, Builder, aten
 from tests.passes.catalogue.cases import case
 
 BINARY = (
-    "add.Tensor sub.Tensor mul.Tensor div.Tensor maximum.default minimum.default fmax.default"
+    "mul.Tensor div.Tensor maximum.default minimum.default fmax.default"
     " fmin.default remainder.Tensor fmod.Tensor xlogy.Tensor special_xlog1py.default atan2.default hypot.default"
-    " copysign.Tensor heaviside.default rsub.Tensor logical_and.default logical_or.default logical_xor.default"
+    " copysign.Tensor heaviside.default logical_and.default logical_or.default logical_xor.default"
     " pow.Tensor_Tensor floor_divide.default"
 )
 WITH_NUMBER = (
@@ -29,7 +29,15 @@ def binary(b: Builder, op: Any) -> Any:
     x, y = b.broadcastable(2)
     if b.random.random() < 0.1:
         y = x
+    if b.random.random() < 0.1:  # a number of a wider dtype, which reads as inf or 0 in a narrower one
+        y = b.call(aten.full.default, [], b.pick((1e39, 1e-50, -1e300, 0.0)), dtype=torch.float64)
     return b.call(op, x, y)
+
+
+@case("aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor")
+def scaled_sum(b: Builder, op: Any) -> Any:
+    x, y = b.broadcastable(2)
+    return b.call(op, x, y, alpha=b.pick((1, 2, 0.1, -1, math.inf, 1e39)))
 
 
 @case(*(f"aten.{name}" for name in WITH_NUMBER.split()))
@@ -61,7 +69,7 @@ def number_to_power(b: Builder, op: Any) -> Any:
 
 @case("aten.addcmul.default", "aten.addcdiv.default")
 def fused(b: Builder, op: Any) -> Any:
-    return b.call(op, *b.broadcastable(3), value=b.pick((1, 2, 0.1, -1)))
+    return b.call(op, *b.broadcastable(3), value=b.pick((1, 2, 0.1, -1, math.inf, 1e39)))
 
 
 @case("aten.lerp.Scalar", "aten.lerp.Tensor")
