@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from gradprune.attempts import replaced
 from gradprune.facts import Certificate, Dead, Live, Refusal
 from gradprune.graphs import Arrivals
 from gradprune.guard import magnitude
+from gradprune.microbatch import Microbatch
 from gradprune.proofs import Proof
-from gradprune.pruner import Microbatch, Pruner, replaced
+from gradprune.pruner import Pruner
 from gradprune.python_state import capture
 from gradprune.runs import ObservedRun, Rollback, same_kernels
 from gradprune.trees import loss_of

@@ -19,7 +19,8 @@ from gradprune.loop_region import find_region
 from gradprune.loop_rewrite import rewrite
 from gradprune.loop_runtime import LoopNames, PrunedLoop
 from gradprune.loop_source import LoopRefusal, Source, build_function, read_source
-from gradprune.pruner import Policy, Pruner
+from gradprune.microbatch import Policy
+from gradprune.pruner import Pruner
 from gradprune.schedule import no_schedule
 
 F = TypeVar("F", bound=Callable[..., Any])

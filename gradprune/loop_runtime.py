@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from gradprune.attempts import LiveRun, PrunedRun, Run, WatchedRun
 from gradprune.errors import PruneError, StalePlanError
 from gradprune.explanation import Explanation
 from gradprune.facts import Live, Reason, Refusal
@@ -17,9 +18,10 @@ from gradprune.flops import FlopReport
 from gradprune.known import Known, judge
 from gradprune.loop_factors import Factor
 from gradprune.loop_scope import find_models, scalars, tensors
+from gradprune.microbatch import Microbatch
 from gradprune.modes import mode_depth
 from gradprune.planner import PlannedMicrobatch, planned
-from gradprune.pruner import LiveRun, Microbatch, PrunedRun, Pruner, Run, WatchedRun
+from gradprune.pruner import Pruner
 from gradprune.watch import RunInVain
 
 

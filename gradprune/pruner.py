@@ -1,9 +1,6 @@
 """What a compiled step and a compiled loop share: decide about a microbatch, run it that way, keep the books.
 
-run = pruner.start(microbatch)        live, observed or dead
-with run.segment():                   once or more, around all of the microbatch's own code
-    output = ...
-finished = run.finish(output)         the output for the caller; or a LiveRun, in which to run it once more
+``run = pruner.start(microbatch)`` is one of the `attempts`.
 """
 
 from __future__ import annotations
@@ -11,32 +8,30 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from gradprune.attempts import LiveRun, PrunedRun, Run, WatchedRun
 from gradprune.data_parallel import DataParallel
-from gradprune.dead import Delivery, largest
+from gradprune.dead import Delivery
 from gradprune.errors import NoEffectWarning, PruneError, TraceError
 from gradprune.explanation import Decision, Explanation
-from gradprune.facts import Certificate, Condition, Dead, Hypothesis, Live, Reason, Refusal, Verdict
-from gradprune.flop_fit import BatchShape
+from gradprune.facts import Certificate, Dead, Live, Reason, Refusal
 from gradprune.flops import FlopReport
 from gradprune.frames import user_line
 from gradprune.graphs import Arrivals
-from gradprune.guard import Guard, OnViolation, magnitude, watch_optimizers
+from gradprune.guard import Guard, magnitude, watch_optimizers
 from gradprune.known import Known
 from gradprune.meter import FlopMeter
+from gradprune.microbatch import Microbatch, Policy
 from gradprune.planner import StepPlan
 from gradprune.proof_cache import proved_tape, shapes_of
 from gradprune.proofs import Proof, ProofBook
-from gradprune.runs import DeadRun, ObservedRun, Rollback, family
+from gradprune.runs import ObservedRun
 from gradprune.schedule import Schedule
 from gradprune.tape import Tape
-from gradprune.trees import loss_of, map_tensors
 
 _REMEMBERED = 10_000
 
@@ -45,55 +40,6 @@ SAMPLED = 8
 
 #: So many programs that differ in numbers only (weights of a microbatch, say) are proved with those numbers left open.
 ALIKE = 3
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What the user asks for; see `gradprune.compile`. Raises PruneError for what makes no sense."""
-
-    hypothesis: Hypothesis
-    audit: float
-    on_violation: OnViolation
-    strict: bool
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.audit <= 1:
-            raise PruneError(f"audit is {self.audit}: pass a share between 0 and 1")
-        if self.on_violation not in ("poison", "raise"):
-            raise PruneError(f"on_violation is {self.on_violation!r}: pass 'poison' or 'raise'")
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """One microbatch before it runs. models: by name (``""`` for the only one). named: its tensors by name."""
-
-    index: int
-    models: Mapping[str, torch.nn.Module]
-    known: Known
-    named: Mapping[str, torch.Tensor]
-    constants: tuple[Any, ...] = ()
-
-    @functools.cached_property
-    def family(self) -> tuple[Any, ...]:
-        """What is known before it runs of the program that it will be."""
-        return family(self.models, self.named, self.constants)
-
-    @functools.cached_property
-    def shape(self) -> BatchShape:
-        """Key of its FLOPs."""
-        modes = tuple((id(model), model.training) for model in self.models.values())
-        return BatchShape.of(self.named.values(), program=(modes, tuple(self.named)))
-
-    @property
-    def about(self) -> str:
-        place = f" (planned as {self.known.plan.index})" if self.known.plan else ""
-        return f"microbatch {self.index}{place}"
-
-    def tokens(self, factors: tuple[str, ...]) -> int:
-        if self.known.plan and self.known.plan.tokens:
-            return self.known.plan.tokens
-        wanted = {*factors, *(f"batch.{factor}" for factor in factors)}
-        return max((tensor.numel() for name, tensor in self.named.items() if name in wanted), default=0)
 
 
 class Pruner:
@@ -292,165 +238,3 @@ class Pruner:
                 gradient = parameter.grad if gradient is None else gradient
                 if gradient is not None:
                     gradient.fill_(float("nan"))
-
-
-class Counting:
-    """Counts the FLOPs of a microbatch's first segment, if the meter wants them."""
-
-    def __init__(self, meter: FlopMeter, microbatch: Microbatch, dead: bool) -> None:
-        self._meter, self._key, self._dead = meter, microbatch.shape, dead
-        self._begun = False
-        self.counted = False
-
-    @contextmanager
-    def segment(self) -> Iterator[None]:
-        self.counted = self.counted or (not self._begun and self._meter.wants(self._key, self._dead))
-        first, self._begun = not self._begun, True
-        if not (first and self.counted):
-            yield
-            return
-        with self._meter.counting_forward(self._key, self._dead):
-            yield
-
-
-class LiveRun:
-    """The microbatch as if nothing were wrapped. again: after a run that was in vain."""
-
-    def __init__(self, pruner: Pruner, microbatch: Microbatch, why: Live, again: bool = False) -> None:
-        self._pruner, self._microbatch, self._why, self._again = pruner, microbatch, why, again
-        self._counting = Counting(pruner.meter, microbatch, dead=False)
-
-    def segment(self) -> AbstractContextManager[None]:
-        if self._again:
-            self._pruner.parallel.prepare_repeat(self._microbatch.models.values())
-        return self._counting.segment()
-
-    def finish(self, output: Any) -> Any:
-        if self._counting.counted:
-            self._pruner.meter.count_backward(self._microbatch.shape, loss_of(output))
-        self._pruner.note(self._microbatch, self._why)
-        return output
-
-
-class WatchedRun:
-    """A live run that is recorded; where it proves dead, its output is cut off from its graph."""
-
-    def __init__(self, pruner: Pruner, microbatch: Microbatch) -> None:
-        self._pruner, self._microbatch = pruner, microbatch
-        self._observed = ObservedRun(microbatch.models, microbatch.named)
-        # As a dead one: where it is cut off from its graph, no backward will be seen.
-        self._counting = Counting(pruner.meter, microbatch, dead=True)
-
-    @contextmanager
-    def segment(self) -> Iterator[None]:
-        with self._counting.segment(), self._observed.segment():
-            yield
-
-    def finish(self, output: Any) -> Any:
-        try:
-            return self._conclude(output)
-        finally:
-            self.release()
-
-    def release(self) -> None:
-        """Let go of what was recorded; `finish` does, and who never gets there must."""
-        self._observed.release()
-
-    def _conclude(self, output: Any) -> Any:
-        pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
-        proof = pruner.prove(microbatch, self._observed, loss)
-        if isinstance(proof, Refusal) or isinstance(proof.verdict, Refusal):
-            return self._refuse(output, proof if isinstance(proof, Refusal) else proof.verdict)
-        audited = pruner.audited()
-        if proof.hidden is not None and (audited or not proof.hidden.complete):
-            return self._listen(output, proof)
-        if any(pruner.schedule.stage_inputs(model) for model in microbatch.models.values()):
-            # The stage before waits for a gradient, of a shape that recomputation may have cut up in this forward.
-            why = Live("observed for its proof, while the stage before waits for its gradient")
-            return LiveRun(pruner, microbatch, why).finish(output)
-        boundary = self._observed.boundary()
-        delivery = pruner.delivery(microbatch, proof)
-        asked = [*boundary, *(proof.parameters() if audited else ())]
-        gradients = torch.autograd.grad(loss, asked, allow_unused=True)
-        for gradient in gradients[: len(boundary)]:
-            if gradient is not None:
-                delivery.see(magnitude(gradient))
-        if audited:
-            sizes = [magnitude(gradient) for gradient in gradients if gradient is not None]
-            pruner.guard.note("audit", microbatch.about, largest(sizes))
-        pruner.note(microbatch, Dead(microbatch.known.reason), audited=audited)
-        return replaced(output, loss, delivery.detached(loss))
-
-    def _listen(self, output: Any, proof: Proof) -> Any:
-        """Leave the graph on, whose hidden part neither shows its leaves nor lets itself be asked for gradients."""
-        pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
-        assert proof.hidden is not None
-        if not proof.hidden.complete:
-            pruner.listen(proof.hidden, loss)
-            why = Live("reentrant checkpointing hides which parameters are reached: this backward shows it")
-            return LiveRun(pruner, microbatch, why).finish(output)
-        pruner.hear(microbatch, proof.hidden, loss)
-        return output
-
-    def _refuse(self, output: Any, refusal: Verdict) -> Any:
-        assert isinstance(refusal, Refusal)
-        self._pruner.refused(refusal)
-        why = Live(f"not proved: {refusal.reasons[0]}")
-        return LiveRun(self._pruner, self._microbatch, why).finish(output)
-
-
-class PrunedRun:
-    """A run without a graph, which counts only if it made the calls that were proved."""
-
-    def __init__(self, pruner: Pruner, microbatch: Microbatch, proof: Proof) -> None:
-        self._pruner, self._microbatch = pruner, microbatch
-        self._delivery = pruner.delivery(microbatch, proof)
-        self._rollback = Rollback(proof.written_buffers(), {tensor.device for tensor in microbatch.named.values()})
-        first = next(iter(microbatch.models.values()))
-
-        def inside() -> AbstractContextManager[Sequence[torch.Tensor]]:
-            self._rollback.keep_buffers()
-            return pruner.schedule.dead_forward(first)
-
-        self._dead = DeadRun(
-            proof, microbatch.named, self._delivery, inside, pruner.looks_at_boundary(microbatch, proof), self._failed
-        )
-        self._counting = Counting(pruner.meter, microbatch, dead=True)
-
-    @contextmanager
-    def segment(self) -> Iterator[None]:
-        with self._counting.segment(), self._dead.segment():
-            yield
-
-    def _failed(self, condition: Condition, size: torch.Tensor) -> None:
-        self._delivery.see(size)
-        self._pruner.guard.note("condition", f"{self._microbatch.about}, {condition}", size)
-
-    def finish(self, output: Any) -> Any:
-        """The output for the caller; a LiveRun if this was another program: random state and buffers are as before."""
-        loss = loss_of(output)
-        difference = self._dead.difference(loss)
-        if difference is not None:
-            return self.repeat(f"the step does something else than what was proved: {difference}")
-        self._pruner.note(self._microbatch, Dead(self._microbatch.known.reason))
-        if loss.requires_grad:
-            return output
-        return replaced(output, loss, self._delivery.detached(loss))
-
-    @property
-    def touched(self) -> bool:
-        """Whether the model has run."""
-        return self._dead.touched
-
-    def repeat(self, why: str) -> LiveRun:
-        """Put random state and buffers back; the microbatch must run again, from its start, in the run returned."""
-        self._pruner.book.doubt(self._microbatch.family)
-        self._rollback.restore()
-        return LiveRun(self._pruner, self._microbatch, Live(why), again=True)
-
-
-Run = LiveRun | WatchedRun | PrunedRun
-
-
-def replaced(output: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    return map_tensors(output, lambda tensor: new if tensor is old else tensor)

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from gradprune.attempts import Counting
 from gradprune.binding import BoundPlan, PlannedMicrobatch
 from gradprune.boundary import Boundary, float_leaves, replace, trainable_modules
 from gradprune.dead import Delivery
 from gradprune.facts import Dead
 from gradprune.known import Known
-from gradprune.pruner import Counting, Microbatch, Pruner
+from gradprune.microbatch import Microbatch
+from gradprune.pruner import Pruner
 from gradprune.runs import same_kernels
 
 

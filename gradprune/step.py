@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradprune.attempts import LiveRun, PrunedRun, Run
 from gradprune.compiled import CompiledRun, uses_compiled
 from gradprune.errors import PruneError
 from gradprune.explanation import Explanation
@@ -15,8 +16,9 @@ from gradprune.facts import Hypothesis
 from gradprune.flops import FlopReport
 from gradprune.guard import OnViolation
 from gradprune.known import examine
+from gradprune.microbatch import Microbatch, Policy
 from gradprune.planner import StepPlan
-from gradprune.pruner import LiveRun, Microbatch, Policy, PrunedRun, Pruner, Run
+from gradprune.pruner import Pruner
 from gradprune.runs import batch_constants, batch_leaves
 from gradprune.schedule import Schedule, no_schedule
 from gradprune.stage_run import run_stage

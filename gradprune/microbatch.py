@@ -1,0 +1,66 @@
+"""What the user asks of a pruned step, and one microbatch before it runs. Data only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradprune.errors import PruneError
+from gradprune.facts import Hypothesis
+from gradprune.flop_fit import BatchShape
+from gradprune.guard import OnViolation
+from gradprune.known import Known
+from gradprune.runs import family
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the user asks for; see `gradprune.compile`. Raises PruneError for what makes no sense."""
+
+    hypothesis: Hypothesis
+    audit: float
+    on_violation: OnViolation
+    strict: bool
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.audit <= 1:
+            raise PruneError(f"audit is {self.audit}: pass a share between 0 and 1")
+        if self.on_violation not in ("poison", "raise"):
+            raise PruneError(f"on_violation is {self.on_violation!r}: pass 'poison' or 'raise'")
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch before it runs. models: by name (``""`` for the only one). named: its tensors by name."""
+
+    index: int
+    models: Mapping[str, torch.nn.Module]
+    known: Known
+    named: Mapping[str, torch.Tensor]
+    constants: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def family(self) -> tuple[Any, ...]:
+        """What is known before it runs of the program that it will be."""
+        return family(self.models, self.named, self.constants)
+
+    @functools.cached_property
+    def shape(self) -> BatchShape:
+        """Key of its FLOPs."""
+        modes = tuple((id(model), model.training) for model in self.models.values())
+        return BatchShape.of(self.named.values(), program=(modes, tuple(self.named)))
+
+    @property
+    def about(self) -> str:
+        place = f" (planned as {self.known.plan.index})" if self.known.plan else ""
+        return f"microbatch {self.index}{place}"
+
+    def tokens(self, factors: tuple[str, ...]) -> int:
+        if self.known.plan and self.known.plan.tokens:
+            return self.known.plan.tokens
+        wanted = {*factors, *(f"batch.{factor}" for factor in factors)}
+        return max((tensor.numel() for name, tensor in self.named.items() if name in wanted), default=0)
