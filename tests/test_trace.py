@@ -195,6 +195,13 @@ def test_wrong_names_are_errors_of_the_call():
         trace_joint(lambda a: None, (torch.ones(2),), wrt=("a",))
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_gradient_mode_of_the_caller_does_not_matter(around):
+    with around():
+        (joint,) = trace(clipped)
+    assert joint.gradients["logp"] is not None
+
+
 def test_leaves_random_state_alone():
     def step(logp, adv):
         torch.manual_seed(1)

@@ -238,6 +238,8 @@ def standing_in(observer: _Observer) -> Iterator[None]:
         stack.enter_context(watching_functions(observer.enter_function))
         stack.enter_context(watching_scripted(observer.enter_scripted))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         if torch.distributed.is_available():
             stack.enter_context(_no_collectives(observer))
         stack.enter_context(_same_random_state())
