@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradprune.attempts import replaced
-from gradprune.facts import Certificate, Dead, Live, Refusal
+from gradprune.facts import Dead, Live, Refusal
 from gradprune.graphs import Arrivals
 from gradprune.guard import magnitude
 from gradprune.microbatch import Microbatch
@@ -30,8 +30,11 @@ Call = Callable[[], Any]
 
 
 def is_compiled(value: Any) -> bool:
-    """Whether `value` is a function, not a module, that came out of torch.compile."""
-    return hasattr(value, "_torchdynamo_orig_callable") and not isinstance(value, torch.nn.Module)
+    """Whether `value` is a function, not a module, that torch.compile made; torch.compiler.disable leaves marks too."""
+    marks = getattr(value, "__dict__", {})
+    if isinstance(value, torch.nn.Module) or "_torchdynamo_disable" in marks:
+        return False
+    return "_torchdynamo_orig_callable" in marks
 
 
 def uses_compiled(function: Callable[..., Any]) -> bool:
@@ -51,8 +54,10 @@ class CompiledRun:
         way = pruner.way(microbatch)
         if way is None and self._replicated():
             way = Live("DistributedDataParallel inside a compiled step: compile the model, or the loss, instead")
-        if not isinstance(way, Live) and (way is None or not self._admits(way)):
+        if way is None or (isinstance(way, Proof) and not self._admits(way)):
             way = self._probe(call)
+        if isinstance(way, Proof) and (reason := _objection(way)) is not None:
+            way = Live(reason)
         if isinstance(way, Live):
             return self._live(call, way)
         return self._audit(call, way) if pruner.audited() else self._dead(call, way)
@@ -90,17 +95,10 @@ class CompiledRun:
         finally:
             rollback.restore()
         verdict = proof if isinstance(proof, Refusal) else proof.verdict
-        if isinstance(verdict, Certificate) and not isinstance(proof, Refusal):
-            return self._checked(proof)
-        assert isinstance(verdict, Refusal)
-        pruner.refused(verdict)
-        return Live(f"not proved: {verdict.reasons[0]}")
-
-    def _checked(self, proof: Proof) -> Live | Proof:
-        if proof.communicates:
-            return Live("a compiled step that issues collectives itself")
-        if proof.hidden is not None:
-            return Live("reentrant checkpointing inside a compiled step: use use_reentrant=False")
+        if isinstance(verdict, Refusal):
+            pruner.refused(verdict)
+            return Live(f"not proved: {verdict.reasons[0]}")
+        assert isinstance(proof, Proof)
         return proof
 
     def _admits(self, proof: Proof) -> bool:
@@ -110,3 +108,11 @@ class CompiledRun:
     def _replicated(self) -> bool:
         modules = (module for model in self._microbatch.models.values() for module in model.modules())
         return any(isinstance(module, DistributedDataParallel) for module in modules)
+
+
+def _objection(proof: Proof) -> str | None:
+    if proof.communicates:
+        return "a compiled step that issues collectives itself"
+    if proof.hidden is not None:
+        return "reentrant checkpointing inside a compiled step: use use_reentrant=False"
+    return None

@@ -77,6 +77,8 @@ def _objection(module: torch.nn.Module) -> str | None:
     sharding = sys.modules.get("torch.distributed.fsdp")  # not imported: then nothing is sharded
     if sharding is not None and isinstance(module, (sharding.FSDPModule, sharding.FullyShardedDataParallel)):
         return "the model is fully sharded: its backward has collectives, which every rank must issue"
+    if isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1:
+        return "DataParallel runs replicas of the model in threads: use DistributedDataParallel"
     if isinstance(module, torch.nn.SyncBatchNorm) and torch.distributed.is_initialized():
         return "SyncBatchNorm has collectives in its backward, which every rank must issue"
     if isinstance(module, DistributedDataParallel) and module.mixed_precision is not None:
