@@ -26,6 +26,8 @@ COLLECTIVE_TIMEOUT = float(os.environ.get("GRADPRUNE_TEST_TIMEOUT", "20"))
 """Seconds that a collective waits for the other ranks; more of them on a busy machine."""
 CLEAN = {"PlanError", "StalePlanError", "PruneError"}
 """Raised on every rank, these leave no collective behind: the world can go on."""
+LIFE = 12
+"""Calls that a world serves before it is started anew: megatron never destroys its groups, and each holds threads."""
 START_LIMIT = 120.0
 """Seconds for all processes to be there; imports on a busy machine."""
 
@@ -45,14 +47,18 @@ class World:
         self.size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._served = 0
 
     def run(self, function: Callable[..., Any], *args: Any, limit: float = 60.0, grace: float = 3.0) -> list[Any]:
         """``function(*args)`` on every rank; results by rank.
 
         Raises RankError if any raised, or ran past `limit` seconds; the others then have `grace` seconds to follow.
         """
+        if self._served == LIFE:
+            self.close()
         if not self._processes:
             self._start()
+        self._served += 1
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__qualname__, args))
         results, failures = self._collect(time.monotonic() + limit, grace)
@@ -67,7 +73,7 @@ class World:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._served = [], [], 0
 
     def _start(self) -> None:
         context = mp.get_context("spawn")
