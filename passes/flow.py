@@ -55,7 +55,7 @@ class Clause:
     def covers(self, facts: Mapping[Key, Known]) -> Iterable[tuple[Known, Index]]:
         """What elements equal at every position where the clause holds, with the index on axis 0."""
         by_factor = [[item for item in facts.items() if item[0].factor == factor] for factor in self.axes]
-        if not all(by_factor):
+        if not by_factor or not all(by_factor):
             return
         for choice in itertools.product(*by_factor):
             values = [known.value for _, known in choice]
