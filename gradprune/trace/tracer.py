@@ -25,8 +25,8 @@ from torch.fx.experimental.proxy_tensor import (
 
 from gradprune.facts import SourceLine
 
-# Which operators reach the analysis: with these, the fewest do. A backward kernel stays whole, because its decomposition
-# can be finite where the kernel gives 0 * inf.
+# Which operators reach the analysis: with these, the fewest do. A backward kernel stays whole, because its
+# decomposition can be finite where the kernel gives 0 * inf.
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     operator: steps for operator, steps in core_aten_decompositions().items() if "_backward" not in str(operator)
 }
