@@ -14,6 +14,7 @@ class Ledger:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._versions: dict[int, int] = {}
         self._void: set[int] = set()
+        self._spoiled: set[int] = set()
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor; None for one never seen, or written to since it was."""
@@ -33,10 +34,15 @@ class Ledger:
     def void(self, tensors: list[torch.Tensor]) -> None:
         """`tensors` were written to in a way that no version shows: what shares their memory is unknown from now on."""
         memory = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+        self._spoiled |= memory
         for reference, number in self._known.values():
             tensor = reference()
             if tensor is not None and tensor.untyped_storage().data_ptr() in memory:
                 self._void.add(number)
+
+    def spoiled(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor, seen before or not, was ever declared void."""
+        return tensor.untyped_storage().data_ptr() in self._spoiled if self._spoiled else False
 
     def accept_writes(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         """Take what was just written to `tensors`, and to all that share their memory, as seen: their numbers."""

@@ -49,17 +49,19 @@ class CallObserver(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._paused = 0
+        self._paused = self._elsewhere = 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Calls made inside are not observed."""
         self._paused += 1
+        self._elsewhere += 1
         try:
             with suspended(self), _unpatched():
                 yield
         finally:
             self._paused -= 1
+            self._elsewhere -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, getattr(func, "__name__", str(func)), args, kwargs or {})
@@ -89,7 +91,7 @@ class CallObserver(TorchFunctionMode):
         raise NotImplementedError
 
     def _communicated(self, tensors: list[torch.Tensor]) -> None:
-        if not self._paused:
+        if not self._elsewhere:  # torch hands collectives to a function mode too: they run inside a call observed
             self.written(tensors)
 
     @contextmanager
@@ -215,7 +217,7 @@ class Recorder(CallObserver):
         before = self._ledger.ever(tensor)
         number = self._append(tensor)
         self._held[number] = tensor
-        self._leaves.append(self._leaf(tensor, number, hidden=before is not None))
+        self._leaves.append(self._leaf(tensor, number, hidden=before is not None or self._ledger.spoiled(tensor)))
         return number
 
     def _leaf(self, tensor: torch.Tensor, number: int, hidden: bool) -> Leaf:
