@@ -52,6 +52,8 @@ def _spreading_operands(node: Node) -> list[Node]:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _may_be_empty(node):
         return []
     name = node.target._opname
+    if node.kwargs.get("beta", 1) == 0:
+        return []
     if name == "_to_copy":
         return node.all_input_nodes if node.meta["val"].is_floating_point() else []
     if name in _SPREADING_FIRST:

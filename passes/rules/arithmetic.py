@@ -119,7 +119,7 @@ def _may_be_infinite(value: Value) -> bool:
 @rule("aten.div.Tensor", "aten.div.Scalar", "operator.truediv")
 def divide(flow: Flow, node: Node, a: Any, b: Any) -> Value:
     x, y = operands(flow, dtype_of(node), a, b)
-    if _is_count_of(node, b):
+    if _is_count_of(flow, node, b):
         y = replace(y, bounds=(max(y.bounds[0], 1.0), y.bounds[1]))
     nonzero = flow.nonzero(b, y.dtype) if _may_be_zero(y) else flow.notnan(b)
     bounds = intervals.divided(x.bounds, y.bounds)
@@ -137,10 +137,10 @@ def divide(flow: Flow, node: Node, a: Any, b: Any) -> Value:
     )
 
 
-def _is_count_of(node: Node, divisor: Any) -> bool:
+def _is_count_of(flow: Flow, node: Node, divisor: Any) -> bool:
     """Whether the divisor is a size that divides the number of results: then it is not 0, or there is no result."""
     meta = divisor.meta.get("val") if isinstance(divisor, Node) else None
-    if not isinstance(meta, torch.SymInt):
+    if not isinstance(meta, torch.SymInt) or flow.size_bounds(size_of(meta))[0] < 0:
         return False
     return quotient(product(size_of(size) for size in shape_of(node)), size_of(meta)) is not None
 
