@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,7 +88,8 @@ def prove_program(program: Program, hypothesis: Hypothesis) -> tuple[Verdict, Ad
     """The verdict on a program, and the sizes of its leaves for which it holds (all, where it could not be traced)."""
     start = time.perf_counter()
     try:
-        joints = trace_joint(program.function, program.args, program.kwargs, names=program.names, wrt=program.wrt)
+        with _frameworks():
+            joints = trace_joint(program.function, program.args, program.kwargs, names=program.names, wrt=program.wrt)
     except TraceError as error:
         where = error.where if isinstance(error.where, SourceLine) else None
         reason = Reason("untraceable", f"not traceable: {error}", where)
@@ -98,6 +101,15 @@ def prove_program(program: Program, hypothesis: Hypothesis) -> tuple[Verdict, Ad
     if len(factors) < len(hypothesis.factors):
         verdict = _unread(program, hypothesis, factors, verdict)
     return _timed(verdict, start), Admission.of(joints)
+
+
+def _frameworks() -> contextlib.AbstractContextManager[None]:
+    """What frameworks that are in use need to be traced."""
+    if "megatron.core.parallel_state" not in sys.modules:
+        return contextlib.nullcontext()
+    from gradprune.megatron.tracing import traceable
+
+    return traceable()
 
 
 def _merged(verdicts: Sequence[Verdict], joints: Sequence[JointGraph]) -> Verdict:
