@@ -19,7 +19,7 @@ class Ledger:
     def number(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor; None for one never seen, or written to since it was."""
         number = self.ever(tensor)
-        valid = number is not None and number not in self._void and self._versions[number] == tensor._version
+        valid = number is not None and number not in self._void and self._versions[number] == _version(tensor)
         return number if valid else None
 
     def ever(self, tensor: torch.Tensor) -> int | None:
@@ -29,7 +29,7 @@ class Ledger:
 
     def assign(self, tensor: torch.Tensor, number: int) -> None:
         self._known[id(tensor)] = (weakref.ref(tensor), number)
-        self._versions[number] = tensor._version
+        self._versions[number] = _version(tensor)
 
     def void(self, tensors: list[torch.Tensor]) -> None:
         """`tensors` were written to in a way that no version shows: what shares their memory is unknown from now on."""
@@ -53,9 +53,17 @@ class Ledger:
         numbers = []
         for reference, number in list(self._known.values()):
             tensor = reference()
-            if tensor is None or number in self._void or self._versions[number] == tensor._version:
+            if tensor is None or number in self._void:
                 continue
-            if tensor.untyped_storage().data_ptr() in memory or any(tensor is one for one in written):
-                self._versions[number] = tensor._version
+            shares = tensor.untyped_storage().data_ptr() in memory or any(tensor is one for one in written)
+            if shares and self._versions[number] == _version(tensor):
+                self._void.add(number)  # as `x` is when `x.data` is written to: its version does not show it
+            elif shares:
+                self._versions[number] = _version(tensor)
                 numbers.append(number)
         return tuple(sorted(numbers))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to; one made in inference mode is not counted, nor written to outside of it."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -246,6 +246,8 @@ def _frozen(value: Any) -> Any:
         return ("slice", _frozen(value.start), _frozen(value.stop), _frozen(value.step))
     if isinstance(value, Ref | Size | Formula):
         return (type(value).__name__, *(_frozen(getattr(value, part.name)) for part in fields(value)))
+    if hasattr(value, "__array_interface__"):
+        return (type(value).__name__, str(value.dtype), value.shape, value.tobytes())
     # 0, False and 0.0 are equal to Python, and different operands to torch; NaN differs from itself.
     return (type(value).__name__, repr(value) if isinstance(value, float) else value)
 
