@@ -7,7 +7,9 @@ test with its traceback, within the time limit, and the next test gets a fresh w
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
+import itertools
 import os
 import signal
 import tempfile
@@ -26,8 +28,8 @@ COLLECTIVE_TIMEOUT = float(os.environ.get("GRADPRUNE_TEST_TIMEOUT", "20"))
 """Seconds that a collective waits for the other ranks; more of them on a busy machine."""
 CLEAN = {"PlanError", "StalePlanError", "PruneError"}
 """Raised on every rank, these leave no collective behind: the world can go on."""
-LIFE = 12
-"""Calls that a world serves before it is started anew: megatron never destroys its groups, and each holds threads."""
+LIFE = 40
+"""Calls that a world serves before it is started anew: a few threads of gloo outlive every call."""
 START_LIMIT = 120.0
 """Seconds for all processes to be there; imports on a busy machine."""
 
@@ -115,26 +117,30 @@ class World:
         return results, failures
 
 
-def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, path: str, pipe: Connection) -> None:
     from gradprune.megatron import cpu
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
+    store = dist.FileStore(path, size)
     with cpu.emulate_cuda():
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
-        )
         importlib.import_module("tests.megatron.arms")
         pipe.send(("ok", None))
-        while True:
+        for call in itertools.count():
             module, name, args = pipe.recv()
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(f"call {call}", store),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=COLLECTIVE_TIMEOUT),
+            )
             try:
                 answer = ("ok", getattr(importlib.import_module(module), name)(*args))
             except BaseException as error:  # noqa: BLE001  the parent decides
                 answer = (type(error).__name__, traceback.format_exc())
+            # Megatron never destroys its groups, and each of them holds threads.
+            dist.destroy_process_group()
+            gc.collect()
             pipe.send(answer)
