@@ -46,9 +46,9 @@ def make_model() -> Qwen2ForCausalLM:
     )
 
 
-def contains_w1(prompts: list[str], completions: list[str], **_: object) -> list[float]:
+def begins_with_w1(prompts: list[str], completions: list[str], **_: object) -> list[float]:
     """Rare at first, so that most groups of completions earn the same reward: zero, for each of them."""
-    return [float("w1" in completion.split()) for completion in completions]
+    return [float("w1" in completion.split()[:3]) for completion in completions]
 
 
 def main() -> float:
@@ -56,11 +56,11 @@ def main() -> float:
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=make_model(),
-            reward_funcs=contains_w1,
+            reward_funcs=begins_with_w1,
             args=GRPOConfig(
                 output_dir=folder,
-                per_device_train_batch_size=4,
-                gradient_accumulation_steps=4,
+                per_device_train_batch_size=1,
+                gradient_accumulation_steps=16,
                 num_generations=4,
                 max_completion_length=8,
                 max_steps=6,

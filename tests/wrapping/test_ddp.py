@@ -18,6 +18,7 @@ EXPECTED = {
     "every backward reduced": ("ll dd ld", "ld dd dl"),
     "unused and reduced every time": ("ld ld", "ld dd"),
     "static graph": ("ll ld dd", "ll ld dd"),
+    "static graph, reentrant checkpoint": ("ll ll dd", "ll ll dd"),
     "another program than proved": ("dl dl dd", "dl dd dd"),
 }
 
