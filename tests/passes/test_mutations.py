@@ -32,6 +32,6 @@ def test_tests_notice(mutation: Mutation, tmp_path: Path) -> None:
     changed.write_text(changed.read_text().replace(mutation.before, mutation.after))
     command = [sys.executable, "-m", "tests.passes.judge_rules"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, f"survived: {mutation.before!r} -> {mutation.after!r}\n{done.stdout[-2000:]}"
     assert str(changed.parent.parent if "rules" in mutation.file else changed.parent) in done.stdout
