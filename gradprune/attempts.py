@@ -90,6 +90,7 @@ class WatchedRun:
 
     def _conclude(self, output: Any) -> Any:
         pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
+        self._observed.gave(output, loss)
         proof = pruner.prove(microbatch, self._observed, loss)
         if isinstance(proof, Refusal) or isinstance(proof.verdict, Refusal):
             return self._refuse(output, proof if isinstance(proof, Refusal) else proof.verdict)
@@ -103,7 +104,8 @@ class WatchedRun:
         boundary = self._observed.boundary()
         delivery = pruner.delivery(microbatch, proof)
         asked = [*boundary, *(proof.parameters() if audited else ())]
-        gradients = torch.autograd.grad(loss, asked, allow_unused=True)
+        kept = self._observed.shares_graph
+        gradients = torch.autograd.grad(loss, asked, allow_unused=True, retain_graph=kept)
         for gradient in gradients[: len(boundary)]:
             if gradient is not None:
                 delivery.see(magnitude(gradient))

@@ -64,6 +64,11 @@ class Proof:
         return seen if self.hidden is None else [*seen, *self.hidden.parameters()]
 
     @property
+    def alive(self) -> bool:
+        """Whether the modules and parameters that it speaks of still exist: an id may be another's by now."""
+        return all(ref() is not None for ref in (*self.entries, *self.reached))
+
+    @property
     def runnable(self) -> bool:
         """Whether a microbatch may be run without a graph and be repeated if that was in vain."""
         return not self.communicates and (self.hidden is None or self.hidden.complete)
@@ -91,6 +96,8 @@ class ProofBook:
         if self._state is None or self._state.changed():
             return None
         proof = self._expected.get(family)
+        if proof is not None and not proof.alive:
+            return None
         if proof is not None and not proof.verdict:
             self._refused += 1
             return proof if self._refused % LOOK_AGAIN else None
@@ -103,7 +110,8 @@ class ProofBook:
         return all(proof.verdict for proof in self._expected.values())
 
     def known(self, program: Hashable, shapes: Shapes) -> Proof | None:
-        return next((proof for proof in self._proofs.get(program, ()) if proof.admission.admits(shapes)), None)
+        proofs = self._proofs.get(program, ())
+        return next((proof for proof in proofs if proof.alive and proof.admission.admits(shapes)), None)
 
     def full(self) -> bool:
         return len(self.proofs()) >= MOST_VERDICTS

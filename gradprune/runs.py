@@ -6,10 +6,12 @@ and modes are on only inside a segment.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 
@@ -51,6 +53,7 @@ class ObservedRun:
         modules = [module for model in models.values() for module in trainable_modules(model)]
         self._boundary = Boundary(list(dict.fromkeys(modules)), around=self._recorder.paused, returned=self._output)
         self._returned: list[torch.Tensor] = []
+        self.shares_graph = False
         self._named = list(named.values())
         # By value: batch norm writes its statistics without a trace in the version counter.
         self._buffers = [(buffer, buffer.clone()) for model in models.values() for _, buffer in model.named_buffers()]
@@ -73,6 +76,10 @@ class ObservedRun:
         self._recorder.release()
         for held in (self._returned, self._named, self._buffers):
             held.clear()
+
+    def gave(self, output: Any, loss: torch.Tensor) -> None:
+        """Take note of what the step returned: `shares_graph` if the caller may differentiate more than the loss."""
+        self.shares_graph = any(tensor is not loss and tensor.requires_grad for _, tensor in leaves(output))
 
     def boundary(self) -> list[torch.Tensor]:
         """What the model returned and a gradient may flow into."""
@@ -98,7 +105,7 @@ class ObservedRun:
             weak(reached),
             weak(written),
             self._recorder.communicates,
-            wide,
+            wide and not self.shares_graph,  # without a graph, a gradient into the other outputs would be lost unseen
             Arrivals(_others(entries, reached)) if more else None,
         )
 
@@ -216,7 +223,7 @@ class Rollback:
     """Random state before a dead run, and the buffers that it is about to write, to run the microbatch again."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], devices: Iterable[torch.device]) -> None:
-        self._cpu = torch.get_rng_state()
+        self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
         self._buffers = buffers
         self._values: list[torch.Tensor] | None = None
@@ -227,6 +234,8 @@ class Rollback:
             self._values = [buffer.clone() for buffer in self._buffers]
 
     def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
         torch.set_rng_state(self._cpu)
         for device, state in self._cuda.items():
             torch.cuda.set_rng_state(state, device)
@@ -238,11 +247,13 @@ class Rollback:
 def family(
     models: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Tensor], constants: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """What sets the programs of two microbatches apart before any of it runs: kinds of tensors, modes, constants."""
+    """What sets the programs of two microbatches apart before any of it runs: kinds of tensors, modes, constants, and
+    which parameters there are and are trained."""
     kinds = tuple((name, tensor.dim(), tensor.dtype, tensor.device.type) for name, tensor in named.items())
     autocast = tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     modes = tuple((name, id(model), model.training) for name, model in models.items())
-    return modes, autocast, kinds, constants
+    parameters = tuple((id(p), p.requires_grad) for model in models.values() for p in model.parameters())
+    return modes, parameters, autocast, kinds, constants
 
 
 def batch_constants(batch: Any) -> tuple[tuple[str, str, Any], ...]:

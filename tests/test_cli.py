@@ -9,7 +9,7 @@ import pytest
 
 from gradprune import cli
 
-SOURCE = '''
+SOURCE = """
 def grpo(logp, old, adv, mask, ref=None, beta=0.04):
     ratio = torch.exp(logp - old)
     per_token = -torch.min(ratio * adv, ratio.clamp(0.8, 1.2) * adv)
@@ -17,7 +17,7 @@ def grpo(logp, old, adv, mask, ref=None, beta=0.04):
         kl = torch.exp(ref - logp) - (ref - logp) - 1
         per_token = per_token + beta * kl
     return (per_token * mask).sum() / mask.sum().clamp(min=1)
-'''
+"""
 
 
 @pytest.fixture

@@ -261,7 +261,9 @@ def _finish(
         stream=mode.stream([name for name, _ in inputs.found.items()]),
         shape_env=shape_env,
         branches=tuple((str(decision), decision.where) for decision in shape_env.decisions),
-        symbolic=tuple(dim for name, tensor in inputs.found.items() for dim in symbolic_dims(name, tensor)),
+        symbolic=tuple(
+            dim for name, tensor in inputs.found.items() for dim in symbolic_dims(name, tensor, shape_env.guarded())
+        ),
         notes={"loss": output.args[0][0], "assumed": tuple(map(str, shape_env.assumptions()))},
     )
 

@@ -122,6 +122,11 @@ class BranchingShapeEnv(ShapeEnv):
         """What torch took for granted about sizes that only data determines, such as that two of them are equal."""
         return [check.expr for checks in self.deferred_runtime_asserts.values() for check in checks]
 
+    def guarded(self) -> frozenset[sympy.Symbol]:
+        """Sizes on which the program decided something that does not follow from sizes being equal."""
+        left = [sympy.sympify(guard.expr).xreplace(self.replacements) for guard in self.guards]
+        return frozenset().union(*(expression.free_symbols for expression in left))
+
     def facts(self) -> tuple[tuple[sympy.Basic, bool], ...]:
         """Questions and their answers on this path: guards on sizes, decisions on data, and what torch assumed."""
         found = [(guard.expr, True) for guard in self.guards]
@@ -189,6 +194,7 @@ def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def symbolic_dims(name: str, tensor: torch.Tensor) -> tuple[str, ...]:
-    """The dims of a traced leaf whose size stayed symbolic, as ``"logp[0]"``."""
-    return tuple(f"{name}[{dim}]" for dim, size in enumerate(tensor.shape) if free_symbols(size))
+def symbolic_dims(name: str, tensor: torch.Tensor, guarded: frozenset[sympy.Symbol]) -> tuple[str, ...]:
+    """The dims of a traced leaf whose size may be any, as ``"logp[0]"``: symbolic, and none of the `guarded` ones."""
+    found = [(dim, free_symbols(size)) for dim, size in enumerate(tensor.shape)]
+    return tuple(f"{name}[{dim}]" for dim, symbols in found if symbols and not symbols & guarded)

@@ -177,12 +177,3 @@ def in_chunks(logp, old, adv, mask, ref):
     for now, then, gain, valid in zip(*(tensor.chunk(3) for tensor in (logp, old, adv, mask))):
         total += -((now - then).exp() * gain * valid).sum() / count
     return total
-
-
-def double_surrogate(logp, old, adv, mask, ref):
-    """``torch.func.vmap`` over rows."""
-
-    def row(now, then, gain, valid):
-        return -((now - then).exp() * gain * valid).sum() / valid.sum().clamp(min=1)
-
-    return torch.func.vmap(row)(logp, old, adv, mask).mean()
