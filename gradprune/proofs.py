@@ -66,7 +66,8 @@ class Proof:
     @property
     def alive(self) -> bool:
         """Whether the modules and parameters that it speaks of still exist: an id may be another's by now."""
-        return all(ref() is not None for ref in (*self.entries, *self.reached))
+        held: tuple[weakref.ref[Any], ...] = (*self.entries, *self.reached)
+        return all(ref() is not None for ref in held)
 
     @property
     def runnable(self) -> bool:
