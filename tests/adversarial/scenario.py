@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ class Scenario:
 
     updates: Sequence[str] = ("dd", "dl", "dd")
     """One string an update, one letter a microbatch: d for dead, l for live."""
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def model(self) -> torch.nn.Module:
         return TinyModel()
