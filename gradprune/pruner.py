@@ -104,6 +104,8 @@ class Pruner:
         if forbidden is not None:
             return forbidden
         proof = self.book.expected(microbatch.family)
+        if proof is not None and not proof.admission.admits({n: t.shape for n, t in microbatch.named.items()}):
+            proof = None  # proved for other sizes: 1 is not like 2
         if proof is None and self.book.full():
             return Live("the step computed too many different things to prove each")
         if proof is not None and isinstance(proof.verdict, Refusal):
