@@ -67,7 +67,7 @@ class Proof:
     def alive(self) -> bool:
         """Whether the modules and parameters that it speaks of still exist: an id may be another's by now."""
         held: tuple[weakref.ref[Any], ...] = (*self.entries, *self.reached)
-        return all(ref() is not None for ref in held)
+        return all(ref() is not None for ref in held if not isinstance(ref, _PassingRef))
 
     @property
     def runnable(self) -> bool:
@@ -144,5 +144,10 @@ class ProofBook:
         return [proof.verdict for proof in self.proofs()]
 
 
+class _PassingRef(weakref.ref):  # type: ignore[type-arg]
+    """Of a leaf that comes and goes with its microbatch, such as what a pipeline stage has received."""
+
+
 def weak(items: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(weakref.ref(item) for item in items)
+    kept = (torch.nn.Parameter, torch.nn.Module)
+    return tuple(weakref.ref(item) if isinstance(item, kept) else _PassingRef(item) for item in items)
