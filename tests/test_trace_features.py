@@ -229,7 +229,7 @@ def many_metrics(logp, adv, mask):
 
 def test_metrics_do_not_stop_a_trace():
     (joint,) = trace(many_metrics)
-    assert joint.symbolic == ("logp[0]", "logp[1]", "adv[0]", "mask[0]", "mask[1]")
+    assert joint.symbolic == ()  # quantile decides by the number of elements: these are not any sizes
     targets = {str(node.target) for node in joint.graph_module.graph.nodes}
     assert not any("quantile" in target or "histc" in target or "bincount" in target for target in targets)
 
