@@ -19,6 +19,7 @@ FILE = Path(__file__).with_name("expected.json")
 # Trainers and families in an order that gives two processes about the same work.
 ALL = ("trl", "openrlhf", "trinity", "unsloth", "control", "tokens", "coupled")
 ALL += ("verl", "areal", "skyrl", "liger", "sequences", "machinery", "live")
+UNQUOTED = {"rl_replacements.py"}  # AGPL: run, not quoted
 Line = dict[str, Any]
 
 
@@ -41,7 +42,10 @@ def _reason(reason: Mapping[str, Any]) -> str:
 
 def _place(item: Mapping[str, Any]) -> str:
     where = item["where"]
-    return f": {Path(where['file']).name}: {where['text']}" if where else ""
+    if not where:
+        return ""
+    file = Path(where["file"]).name
+    return f": {file}: {where['text'] if file not in UNQUOTED else 'in ' + where['function']}"
 
 
 def _unique(items: Iterable[str]) -> list[str]:

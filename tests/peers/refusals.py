@@ -16,7 +16,7 @@ LINES = {
     "trl/dapo+entropy": ("loss - apply_coef * entropy_loss", "grpo_trainer.py"),
     "trl/dapo+router": ("loss + self.router_aux_loss_coef * aux_loss", "grpo_trainer.py"),
     **{f"liger/{kind}+kl": ("per_token_loss + beta * kl_div", "grpo_loss.py") for kind in ("grpo", "dapo", "cispo")},
-    **{f"unsloth/{kind}+kl": ("loss_i + beta * kl_i", "rl_replacements.py") for kind in ("grpo", "dapo", "sapo")},
+    **{f"unsloth/{kind}+kl": ("beta *", "rl_replacements.py") for kind in ("grpo", "dapo", "sapo")},
     "trinity/rec+k2": ("pg_losses + regularizer_losses", "rec_policy_loss.py"),
     "trinity/rec+forward_kl": ("pg_losses - regularizer_losses", "rec_policy_loss.py"),
     "trinity/sft": ("aggregate_loss(-logprob", "sft_loss.py"),
