@@ -94,6 +94,9 @@ class WatchedRun:
         proof = pruner.prove(microbatch, self._observed, loss)
         if isinstance(proof, Refusal) or isinstance(proof.verdict, Refusal):
             return self._refuse(output, proof if isinstance(proof, Refusal) else proof.verdict)
+        if proof.unseen:
+            why = Live("gradient may flow into a tensor that the model keeps on the side, which is not looked at")
+            return LiveRun(pruner, microbatch, why).finish(output)
         audited = pruner.audited()
         if proof.hidden is not None and (audited or not proof.hidden.complete):
             return self._listen(output, proof)

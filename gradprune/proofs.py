@@ -70,9 +70,16 @@ class Proof:
         return all(ref() is not None for ref in held if not isinstance(ref, _PassingRef))
 
     @property
+    def unseen(self) -> bool:
+        """Whether side conditions may fail where nobody looks: gradient would flow into a tensor that the model keeps
+        on the side, in an attribute or a hook's list, instead of returning it."""
+        conditions = isinstance(self.verdict, Certificate) and bool(self.verdict.conditions)
+        return conditions and any(name.startswith("outside.") for name in self.outputs)
+
+    @property
     def runnable(self) -> bool:
         """Whether a microbatch may be run without a graph and be repeated if that was in vain."""
-        return not self.communicates and (self.hidden is None or self.hidden.complete)
+        return not self.communicates and not self.unseen and (self.hidden is None or self.hidden.complete)
 
     def written_buffers(self) -> list[torch.Tensor]:
         return [buffer for ref in self.buffers if (buffer := ref()) is not None]
