@@ -101,6 +101,8 @@ class PythonRandom(Scenario):
 
 
 class NumpyRandom(PythonRandom):
+    updates = ("dddd", "dddd", "dddd")
+
     def draw(self) -> float:
         return float(np.random.rand())
 
