@@ -37,6 +37,10 @@ LINEAR: Final = (
     "aten.unfold_backward.default",
     "aten.glu_backward.default",
     "aten._prelu_kernel_backward.default",
+    "aten.reflection_pad1d_backward.default",
+    "aten.reflection_pad2d_backward.default",
+    "aten.replication_pad1d_backward.default",
+    "aten.replication_pad2d_backward.default",
 )
 
 

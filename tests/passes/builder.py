@@ -126,6 +126,7 @@ class Builder:
                 self._complement_start,
                 self._constant_start,
                 self._number_start,
+                self._infinite_start,
                 self._cotangent_start,
             )
         )()
@@ -169,6 +170,12 @@ class Builder:
         number = self.pick((0.0, 1.0, 1e39, 1e-50, -2.0))
         node = self.call(aten.full.default, [], number, dtype=torch.float64)
         return self.call(aten.mul.Tensor, self._data_start(), node)
+
+    def _infinite_start(self) -> Node:
+        """0 and -inf, or 0 and inf: never NaN, and known not to be."""
+        chance = self.call(aten._to_copy.default, self.call(aten.gt.Scalar, self._data_start(), 0), dtype=torch.float32)
+        node = self.call(aten.log.default, chance)
+        return node if self.random.random() < 0.5 else self.call(aten.neg.default, node)
 
     def _cotangent_start(self) -> Node:
         spread = self.call(aten.expand.default, self.tangent, [self.rows, self.tokens])

@@ -10,7 +10,8 @@ import traceback
 from pathlib import Path
 
 import gradprune.passes
-from tests.passes.test_rules import DERIVED, test_derives, try_rules
+from tests.passes.snippets import DERIVED, HOSTILE
+from tests.passes.test_rules import test_claims_nothing_false_of, test_derives, try_rules
 
 ROUNDS = 12
 
@@ -20,6 +21,8 @@ def main() -> int:
     try:
         for name in DERIVED:
             test_derives(name)
+        for name in HOSTILE:
+            test_claims_nothing_false_of(name)
         for turn in range(ROUNDS):
             try_rules(range(turn, turn + 1))
     except Exception:  # noqa: BLE001 - whatever a broken rule raises, it was noticed

@@ -19,7 +19,8 @@ HYPOTHESIS = Hypothesis(("adv", "mask"))
 FACTORS = {"adv": "adv", "mask": "mask"}
 SEEDS = range(6)
 SIZES = ((3, 5), (3, 2), (3, 3))
-SIZES_OF = {"chunks_of_tokens": ((3, 5), (3, 6))}
+SIZES_OF = {"chunks_of_tokens": ((3, 5),), "reinforce_by_cross_entropy": ((3, 5), (3, 4), (3, 3))}
+"""Where a program decides by its sizes, those that take the path of the example."""
 LOSSES = {**losses.ZERO, **losses.LIVE}
 
 

@@ -11,6 +11,7 @@ from gradprune.errors import PruneError
 from gradprune.facts import Certificate, Hypothesis, Refusal, Verdict
 from gradprune.joint import JointGraph
 from gradprune.passes import registry
+from gradprune.passes.domain import unknown
 from gradprune.passes.zero_flow import analyse
 from gradprune.trace import trace_joint
 from tests.passes.test_losses import FACTORS, HYPOTHESIS, traced
@@ -156,7 +157,7 @@ def test_an_operator_without_a_rule_only_refuses(name: str, monkeypatch: pytest.
 
 def test_a_rule_that_breaks_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     (joint,) = traced("grpo")
-    monkeypatch.setitem(registry._RULES, "aten.mul.Tensor", lambda flow, node, a, b: flow.value(b))
+    monkeypatch.setitem(registry._RULES, "aten.mul.Tensor", lambda flow, node, a, b: unknown(((),) * 9, torch.float32))
     with pytest.raises(AssertionError, match=r"rule for aten\.mul\.Tensor returned rank"):
         analyse(joint, {"adv": "adv", "mask": "mask"}, hypothesis=Hypothesis(("mask",)))
 
