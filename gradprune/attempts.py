@@ -2,12 +2,12 @@
 
 with run.segment():                   once or more, around all of the microbatch's own code
     output = ...
-finished = run.finish(output)         the output for the caller; or a LiveRun, in which to run it once more
+output = run.finish(output)           for the caller
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,12 @@ import torch
 
 from gradprune.dead import largest
 from gradprune.facts import Condition, Dead, Live, Refusal, Verdict
+from gradprune.graphs import Reach
 from gradprune.guard import magnitude
 from gradprune.meter import FlopMeter
 from gradprune.microbatch import Microbatch
 from gradprune.proofs import Proof
-from gradprune.runs import DeadRun, ObservedRun, Rollback
+from gradprune.runs import DeadRun, ObservedRun
 from gradprune.trees import loss_of, map_tensors
 
 if TYPE_CHECKING:
@@ -46,15 +47,13 @@ class Counting:
 
 
 class LiveRun:
-    """The microbatch as if nothing were wrapped. again: after a run that was in vain."""
+    """The microbatch as if nothing were wrapped."""
 
-    def __init__(self, pruner: Pruner, microbatch: Microbatch, why: Live, again: bool = False) -> None:
-        self._pruner, self._microbatch, self._why, self._again = pruner, microbatch, why, again
+    def __init__(self, pruner: Pruner, microbatch: Microbatch, why: Live) -> None:
+        self._pruner, self._microbatch, self._why = pruner, microbatch, why
         self._counting = Counting(pruner.meter, microbatch, dead=False)
 
     def segment(self) -> AbstractContextManager[None]:
-        if self._again:
-            self._pruner.parallel.prepare_repeat(self._microbatch.models.values())
         return self._counting.segment()
 
     def finish(self, output: Any) -> Any:
@@ -94,40 +93,45 @@ class WatchedRun:
         proof = pruner.prove(microbatch, self._observed, loss)
         if isinstance(proof, Refusal) or isinstance(proof.verdict, Refusal):
             return self._refuse(output, proof if isinstance(proof, Refusal) else proof.verdict)
-        if proof.unseen:
-            why = Live("gradient may flow into a tensor that the model keeps on the side, which is not looked at")
-            return LiveRun(pruner, microbatch, why).finish(output)
+        reach = self._observed.reach(loss)
         audited = pruner.audited()
         if proof.hidden is not None and (audited or not proof.hidden.complete):
-            return self._listen(output, proof)
+            return self._listen(output, proof, reach)
+        if not audited and pruner.trust.asks(proof, reach, self._observed.recomputes()):
+            pruner.try_out(microbatch, proof, reach, loss)
+            return self._run_live(output, TRIAL)
         if any(pruner.schedule.stage_inputs(model) for model in microbatch.models.values()):
             # The stage before waits for a gradient, of a shape that recomputation may have cut up in this forward.
-            why = Live("observed for its proof, while the stage before waits for its gradient")
-            return LiveRun(pruner, microbatch, why).finish(output)
-        boundary = self._observed.boundary()
-        delivery = pruner.delivery(microbatch, proof)
-        asked = [*boundary, *(proof.parameters() if audited else ())]
+            return self._run_live(output, "observed for its proof, while the stage before waits for its gradient")
+        entrances = self._observed.entrances()
+        delivery = pruner.delivery(microbatch, reach.leaves)
+        asked = [*entrances, *(reach.leaves if audited else ())]
         kept = self._observed.shares_graph
         gradients = torch.autograd.grad(loss, asked, allow_unused=True, retain_graph=kept)
-        for gradient in gradients[: len(boundary)]:
+        for gradient in gradients[: len(entrances)]:
             if gradient is not None:
                 delivery.see(magnitude(gradient))
         if audited:
             sizes = [magnitude(gradient) for gradient in gradients if gradient is not None]
             pruner.guard.note("audit", microbatch.about, largest(sizes))
         pruner.note(microbatch, Dead(microbatch.known.reason), audited=audited)
-        return replaced(output, loss, delivery.detached(loss))
+        return replaced(output, loss, delivery.ending(loss))
 
-    def _listen(self, output: Any, proof: Proof) -> Any:
+    def _listen(self, output: Any, proof: Proof, reach: Reach) -> Any:
         """Leave the graph on, whose hidden part neither shows its leaves nor lets itself be asked for gradients."""
         pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
         assert proof.hidden is not None
-        if not proof.hidden.complete:
-            pruner.listen(proof.hidden, loss)
-            why = Live("reentrant checkpointing hides which parameters are reached: this backward shows it")
-            return LiveRun(pruner, microbatch, why).finish(output)
-        pruner.hear(microbatch, proof.hidden, loss)
-        return output
+        if proof.hidden.complete:
+            pruner.hear(microbatch, proof.hidden, loss)
+            return output
+        trial = None
+        if pruner.trust.asks(proof, reach, self._observed.recomputes()):
+            trial = pruner.try_out(microbatch, proof, reach, loss)
+        pruner.listen(proof.hidden, loss, trial.heard if trial is not None else None)
+        return self._run_live(output, "reentrant checkpointing hides what is reached: this backward shows it")
+
+    def _run_live(self, output: Any, why: str) -> Any:
+        return LiveRun(self._pruner, self._microbatch, Live(why)).finish(output)
 
     def _refuse(self, output: Any, refusal: Verdict) -> Any:
         assert isinstance(refusal, Refusal)
@@ -137,20 +141,20 @@ class WatchedRun:
 
 
 class PrunedRun:
-    """A run without a graph, which counts only if it made the calls that were proved."""
+    """A run that saves no activations, and is cut off from its graph if it made the calls that were proved."""
 
     def __init__(self, pruner: Pruner, microbatch: Microbatch, proof: Proof) -> None:
-        self._pruner, self._microbatch = pruner, microbatch
-        self._delivery = pruner.delivery(microbatch, proof)
-        self._rollback = Rollback(proof.written_buffers(), {tensor.device for tensor in microbatch.named.values()})
+        self._pruner, self._microbatch, self._proof = pruner, microbatch, proof
+        self._looks_at_end = pruner.looks_at_boundary(proof)
+        self._failures: list[tuple[Condition, torch.Tensor]] = []
         first = next(iter(microbatch.models.values()))
-
-        def inside() -> AbstractContextManager[Sequence[torch.Tensor]]:
-            self._rollback.keep_buffers()
-            return pruner.schedule.dead_forward(first)
-
         self._dead = DeadRun(
-            proof, microbatch.named, self._delivery, inside, pruner.looks_at_boundary(microbatch, proof), self._failed
+            proof,
+            microbatch.named,
+            microbatch.buffers,
+            lambda: pruner.schedule.forward(first),
+            not self._looks_at_end,
+            lambda *failure: self._failures.append(failure),
         )
         self._counting = Counting(pruner.meter, microbatch, dead=True)
 
@@ -159,34 +163,43 @@ class PrunedRun:
         with self._counting.segment(), self._dead.segment():
             yield
 
-    def _failed(self, condition: Condition, size: torch.Tensor) -> None:
-        self._delivery.see(size)
-        self._pruner.guard.note("condition", f"{self._microbatch.about}, {condition}", size)
-
     def finish(self, output: Any) -> Any:
-        """The output for the caller; a LiveRun if this was another program: random state and buffers are as before."""
-        loss = loss_of(output)
+        """The output for the caller; what runs live after all computes its activations when its backward comes."""
+        pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
         difference = self._dead.difference(loss)
+        if difference is None and not loss.requires_grad:
+            difference = "its loss has no graph"
         if difference is not None:
-            return self.repeat(f"the step does something else than what was proved: {difference}")
-        self._pruner.note(self._microbatch, Dead(self._microbatch.known.reason))
-        if loss.requires_grad:
-            return output
-        return replaced(output, loss, self._delivery.detached(loss))
+            pruner.book.doubt(microbatch.family)
+            return self.give_up(output, f"the step does something else than what was proved: {difference}")
+        reach = self._dead.reach(loss)
+        if not self._dead.hides and pruner.trust.asks(self._proof, reach, recomputes=False):
+            pruner.try_out(microbatch, self._proof, reach, loss)
+            return self.give_up(output, TRIAL)
+        self._dead.cut_off()
+        delivery = pruner.delivery(microbatch, self._reached(reach))
+        for condition, size in self._failures:
+            delivery.see(size)
+            pruner.guard.note("condition", f"{microbatch.about}, {condition}", size)
+        pruner.note(microbatch, Dead(microbatch.known.reason))
+        entrances = self._dead.entrances if self._looks_at_end else ()
+        return replaced(output, loss, delivery.ending(loss, entrances))
 
-    @property
-    def touched(self) -> bool:
-        """Whether the model has run."""
-        return self._dead.touched
+    def give_up(self, output: Any, why: str) -> Any:
+        """Go on as a live microbatch."""
+        self._pruner.note(self._microbatch, Live(why))
+        return output
 
-    def repeat(self, why: str) -> LiveRun:
-        """Put random state and buffers back; the microbatch must run again, from its start, in the run returned."""
-        self._pruner.book.doubt(self._microbatch.family)
-        self._rollback.restore()
-        return LiveRun(self._pruner, self._microbatch, Live(why), again=True)
+    def _reached(self, reach: Reach) -> list[torch.Tensor]:
+        """What the unpruned backward would reach: this run's graph tells, unless it hides a part."""
+        if not reach.hidden:
+            return list(reach.leaves)
+        return list({id(tensor): tensor for tensor in (*reach.leaves, *self._proof.parameters())}.values())
 
 
 Run = LiveRun | WatchedRun | PrunedRun
+
+TRIAL = "in full, on trial: what the model does in its backward is not known from its graph"
 
 
 def replaced(output: Any, old: torch.Tensor, new: torch.Tensor) -> Any:

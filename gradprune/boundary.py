@@ -8,16 +8,20 @@ while one microbatch runs, and are taken off whatever happens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gradprune.data_parallel import core_of
+from gradprune.patching import replaced
 from gradprune.trace.modules import around_calls, is_compiled_in_place
 from gradprune.trees import leaves, map_tensors
 
 Enter = Callable[[], AbstractContextManager[Any]]
+Forward = Callable[..., Any]
+Compute = Callable[[str, "Call"], Any]
 Leave = Callable[[str, Any], Any]
 
 
@@ -40,37 +44,51 @@ def _unchanged(name: str, output: Any) -> Any:
     return output
 
 
+@dataclass(frozen=True)
+class Call:
+    """``forward(*args, **kwargs)`` of a module; compiled: torch.compile made its forward."""
+
+    module: torch.nn.Module
+    forward: Forward
+    args: Any
+    kwargs: Any
+    compiled: bool
+
+    def __call__(self) -> Any:
+        return self.forward(*self.args, **self.kwargs)
+
+
+def _as_is(name: str, call: Call) -> Any:
+    return call()
+
+
 class Boundary:
     """Turns the outermost calls among `modules` into events.
 
-    around: context of such a call. inside: context for the time that its core runs. computed, returned: called with
-    the call's name (``"output"``, ``"output2"``) and what the core, then the whole call returned; what they return is
-    handed on instead. `entries` collects the modules that were outermost.
+    around: context of such a call. compute: ``(name, call)`` runs the forward of its core.
+    returned: called with the call's name (``"output"``, ``"output2"``) and what the whole call returned; what it gives
+    is handed on instead. `entries` collects the modules that were outermost.
     """
 
     def __init__(
-        self,
-        modules: list[torch.nn.Module],
-        *,
-        around: Enter,
-        inside: Enter = nullcontext,
-        computed: Leave = _unchanged,
-        returned: Leave = _unchanged,
+        self, modules: list[torch.nn.Module], *, around: Enter, compute: Compute = _as_is, returned: Leave = _unchanged
     ) -> None:
         self.entries: list[torch.nn.Module] = []
-        self._modules, self._around, self._inside = modules, around, inside
-        self._computed, self._returned = computed, returned
+        self._modules, self._around, self._compute, self._returned = modules, around, compute, returned
         self._depth = self._calls = 0
         self._core: torch.nn.Module | None = None
-        self._core_depth = -1
-        self._outer, self._inner = ExitStack(), ExitStack()
+        self._outer = ExitStack()
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """The hooks are on while this is open; re-open it to go on with the same microbatch."""
+        cores = list(map(core_of, self._modules))
         with ExitStack() as hooks:
-            for module in dict.fromkeys([*self._modules, *map(core_of, self._modules)]):
-                if is_compiled_in_place(module):
+            for module in dict.fromkeys([*self._modules, *cores]):
+                in_place = is_compiled_in_place(module)
+                if self._compute is not _as_is and module in cores:
+                    hooks.enter_context(replaced(module, *self._computed(module, in_place)))
+                if in_place:
                     hooks.enter_context(around_calls(module, self._before, self._after))
                     continue
                 handles = (
@@ -83,27 +101,39 @@ class Boundary:
                 yield
             finally:
                 self._depth = 0
-                self._inner.close()
                 self._outer.close()
+
+    def _computed(self, module: torch.nn.Module, in_place: bool) -> tuple[str, Forward]:
+        """The attribute of a core that computes, and what to replace it by."""
+        attribute = "_compiled_call_impl" if in_place else "forward"
+        forward, compiled = getattr(module, attribute), in_place or hasattr(module, "_orig_mod")
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1  # a recomputation may come while the hooks are on: it is no call of the user's
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+
+        def computing(*args: Any, **kwargs: Any) -> Any:
+            if module is not self._core:
+                return forward(*args, **kwargs)
+            self._core = None
+            return self._compute(self._name, Call(module, plain, args, kwargs, compiled))
+
+        return attribute, computing
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         if self._depth == 0:
             if not any(module is entry for entry in self.entries):
                 self.entries.append(module)
-            self._core, self._core_depth = core_of(module), -1
+            self._core = core_of(module)
             self._calls += 1
             self._outer.enter_context(self._around())
-        if module is self._core:
-            self._core, self._core_depth = None, self._depth
-            self._inner.enter_context(self._inside())
         self._depth += 1
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         self._depth -= 1
-        if self._depth == self._core_depth:
-            self._core_depth = -1
-            self._inner.close()
-            output = self._computed(self._name, output)
         if self._depth == 0:
             self._outer.close()
             output = self._returned(self._name, output)

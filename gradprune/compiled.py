@@ -23,7 +23,8 @@ from gradprune.microbatch import Microbatch
 from gradprune.proofs import Proof
 from gradprune.pruner import Pruner
 from gradprune.python_state import capture
-from gradprune.runs import ObservedRun, Rollback, same_kernels
+from gradprune.random_state import RandomState
+from gradprune.runs import ObservedRun, same_kernels
 from gradprune.trees import loss_of
 
 Call = Callable[[], Any]
@@ -68,13 +69,13 @@ class CompiledRun:
         return output
 
     def _dead(self, call: Call, proof: Proof) -> Any:
-        delivery = self._pruner.delivery(self._microbatch, proof)
+        delivery = self._pruner.delivery(self._microbatch, proof.parameters())
         with torch.no_grad(), same_kernels():
             output = call()
         loss = loss_of(output)
         delivery.see(magnitude(loss.detach() * 0.0))
         self._pruner.note(self._microbatch, Dead(self._microbatch.known.reason))
-        return replaced(output, loss, delivery.detached(loss))
+        return replaced(output, loss, delivery.ending(loss))
 
     def _audit(self, call: Call, proof: Proof) -> Any:
         output = call()
@@ -85,15 +86,16 @@ class CompiledRun:
         """Run the step eagerly, look at what it computes, and leave no trace of it."""
         pruner, microbatch = self._pruner, self._microbatch
         observed = ObservedRun(microbatch.models, microbatch.named)
-        buffers = [buffer for model in microbatch.models.values() for buffer in model.buffers()]
-        rollback = Rollback(buffers, {tensor.device for tensor in microbatch.named.values()})
-        rollback.keep_buffers()
+        buffers = [(buffer, buffer.clone()) for buffer in microbatch.buffers()]
+        random = RandomState({tensor.device for tensor in microbatch.named.values()})
         try:
             with torch.compiler.set_stance("force_eager"), observed.segment():
                 loss = loss_of(call())
             proof = pruner.prove(microbatch, observed, loss)
         finally:
-            rollback.restore()
+            random.restore()
+            for buffer, value in buffers:
+                buffer.data.copy_(value)
         verdict = proof if isinstance(proof, Refusal) else proof.verdict
         if isinstance(verdict, Refusal):
             pruner.refused(verdict)

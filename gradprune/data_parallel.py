@@ -46,12 +46,6 @@ class DataParallel:
         wrappers = [ddp for model in models for ddp in self._of(model).replicated()]
         return any(ddp.require_backward_grad_sync or ddp.find_unused_parameters or ddp.static_graph for ddp in wrappers)
 
-    def prepare_repeat(self, models: Iterable[torch.nn.Module]) -> None:
-        """The coming forward repeats one that this rank has just made: buffers are not broadcast a second time."""
-        for model in models:
-            for ddp in self._of(model).replicated():
-                ddp.require_forward_param_sync = False
-
     def _of(self, model: torch.nn.Module) -> _Wrappers:
         if model not in self._wrappers:
             self._wrappers[model] = _Wrappers(model)

@@ -1,11 +1,11 @@
-"""The dead path: model outputs without a graph, a loss that can be backpropagated, and zeros where zeros would be.
+"""The dead path: a loss that can be backpropagated and reaches nothing of the model, and zeros where zeros would be.
 
-    parameters (those that must see a zero) -> _Anchor -> _Boundary -> model output -> the user's loss
-                                                       \\-> _Boundary -> ...
+    parameters (those that must see a zero) -> _Anchor -> _Ending -> a loss of the same value, for the user
 
-The user's ``loss.backward()`` runs the loss's own backward. Each boundary notes how large its cotangent is; the
-anchor, which runs after all of them, reports that, and hands zeros to the parameters whose gradient is still None or
-whose hooks must fire.
+The user's backward comes to the ending first, which runs the loss's own backward up to where the model ends and notes
+how large the cotangent is there; then to the anchor, which reports that, and hands zeros to the parameters whose
+gradient is still None or whose hooks must fire. A pipeline stage that computes no loss has a `_Boundary` at each of its
+outputs instead.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from gradprune.guard import magnitude, poison_of
+from gradprune.modes import keeps_graph
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -70,10 +72,11 @@ class Delivery:
         with torch.enable_grad():
             return _Boundary.apply(output.detach(), self.anchor, self)
 
-    def detached(self, loss: torch.Tensor) -> torch.Tensor:
-        """The value of `loss`, cut off from its graph; its backward reaches nothing but the anchor."""
+    def ending(self, loss: torch.Tensor, entrances: Sequence[GradientEdge] = ()) -> torch.Tensor:
+        """The value of `loss`, cut off from its graph. Its backward runs that of `loss` as far as `entrances`, where it
+        looks at the cotangent; without them `loss` is let go."""
         with torch.enable_grad():
-            return _Boundary.apply(loss.detach().clone(), self.anchor, None)
+            return _Ending.apply(loss.detach().clone(), self.anchor, self, (loss, entrances) if entrances else None)
 
     def see(self, size: torch.Tensor) -> None:
         """Take note of a magnitude that should be zero."""
@@ -112,9 +115,30 @@ def _poison(parameters: Sequence[torch.Tensor], size: torch.Tensor) -> None:
         smallest.add_(poison_of(size).to(smallest.device, smallest.dtype, non_blocking=True))
 
 
+class _Ending(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor, delivery: Delivery, whole: Any) -> torch.Tensor:
+        ctx.mark_dirty(value)
+        ctx.delivery, ctx.device, ctx.whole = delivery, anchor.device, whole
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
+        if ctx.whole is not None:
+            loss, entrances = ctx.whole
+            # Retained: what else the user returned from the step may share the graph.
+            found = torch.autograd.grad(loss, entrances, cotangent, retain_graph=True, allow_unused=True)
+            for gradient in found:
+                if gradient is not None:
+                    ctx.delivery.see(magnitude(gradient))
+            if not keeps_graph():
+                ctx.whole = None
+        return None, torch.zeros((), device=ctx.device), None, None
+
+
 class _Boundary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor, delivery: Delivery | None) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor, delivery: Delivery) -> torch.Tensor:
         # mark_dirty makes `output` itself the result: no copy of the logits, and not a view, so that the user may
         # go on to change it in place.
         ctx.mark_dirty(output)
@@ -123,8 +147,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
-        if ctx.delivery is not None:
-            ctx.delivery.see(magnitude(cotangent))
+        ctx.delivery.see(magnitude(cotangent))
         return None, torch.zeros((), device=ctx.device), None
 
 

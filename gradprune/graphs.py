@@ -1,33 +1,67 @@
-"""Walks over an autograd graph, and what to do where it hides a part."""
+"""Walks over an autograd graph, and what to learn from a real backward where the graph does not tell."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
+
+#: Packages whose autograd.Functions give a gradient of zero for a cotangent of zero, and the ones that do not.
+_LINEAR = ("torch.", "gradprune.", "megatron.core.", "transformer_engine.")
+_INJECTING = ("MoEAuxLossAutoScaler", "MTPLossAutoScaler", "DSAIndexerLossAutoScaler")
+_OPENS_NOTHING = "torch._functorch."  # a compiled region: what Functions it was made of does not show
 
 
-def reached_leaves(loss: torch.Tensor) -> tuple[list[torch.Tensor], bool]:
-    """The leaf tensors into which a backward from `loss` would accumulate, each once; and whether there may be more.
+@dataclass(frozen=True)
+class Reach:
+    """What a backward would come to. leaves: tensors into which it accumulates, each once. hidden: there may be more,
+    since reentrant checkpointing hides the graph inside a segment. functions: autograd.Functions of the model of which
+    it is not known that they add no gradient of their own."""
 
-    Reentrant checkpointing hides the graph inside a segment.
-    """
+    leaves: tuple[torch.Tensor, ...]
+    hidden: bool
+    functions: frozenset[type]
+
+
+def reach_of(loss: torch.Tensor, entrances: Iterable[GradientEdge]) -> Reach:
+    """Walk the graph of `loss`, and of the model behind `entrances`: about a microsecond a node."""
     found: dict[int, torch.Tensor] = {}
-    hidden = False
-    seen = set()
-    todo = [loss.grad_fn]
+    seen: set[Any] = set()
+    kinds = _walk([edge.node for edge in entrances], seen, found)
+    inside = frozenset(kind for kind in kinds if not _is_linear(kind))
+    kinds |= _walk([loss.grad_fn], seen, found)
+    hidden = any(kind.__name__ == "CheckpointFunctionBackward" for kind in kinds)
+    return Reach(tuple(found.values()), hidden, inside)
+
+
+def _walk(todo: list[Any], seen: set[Any], found: dict[int, torch.Tensor]) -> set[type]:
+    """The kinds of node from `todo` on that were not `seen`; leaves go into `found`."""
+    kinds: set[type] = set()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
+        kinds.add(type(node))
+        following = node.next_functions
+        if following:
+            todo += [next_node for next_node, _ in following]
+        elif (variable := getattr(node, "variable", None)) is not None:
             found[id(variable)] = variable
-        hidden = hidden or node.name() == "CheckpointFunctionBackward"
-        todo += [following for following, _ in node.next_functions]
-    return list(found.values()), hidden
+    return kinds
+
+
+def _is_linear(kind: type) -> bool:
+    function: Any = getattr(kind, "_forward_cls", None)
+    if function is None:
+        return True  # torch's own operators
+    if function.__name__ in _INJECTING or function.__module__.startswith(_OPENS_NOTHING):
+        return False
+    return bool(function.__module__.startswith(_LINEAR))
 
 
 class Arrivals:

@@ -47,11 +47,24 @@ class Note:
     magnitude: torch.Tensor
 
 
-@dataclass
-class _Flight:
-    notes: list[Note]
-    host: torch.Tensor
-    arrived: Any
+class Arriving:
+    """The numbers in a 1-dim tensor on their way to the host."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._host, self._arrived = numbers, None
+        if numbers.device.type == "cuda":
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def values(self) -> list[float] | None:
+        """The numbers; None if they have not arrived. Never waits."""
+        return self._host.tolist() if self._arrived is None or self._arrived.query() else None
+
+    def wait(self) -> None:
+        if self._arrived is not None:
+            self._arrived.synchronize()
 
 
 @dataclass
@@ -61,7 +74,7 @@ class Guard:
     on_violation: OnViolation
     poison: Callable[[], None]
     _notes: list[Note] = field(default_factory=list)
-    _flights: list[_Flight] = field(default_factory=list)
+    _flights: list[tuple[list[Note], Arriving]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _guards.add(self)
@@ -82,20 +95,20 @@ class Guard:
             return
         stacked = torch.stack([note.magnitude for note in notes])
         if stacked.device.type == "cuda" and self.on_violation == "poison":
-            self._flights.append(_start(notes, stacked))
+            self._flights.append((notes, Arriving(stacked)))
             return
         self._judge(notes, stacked.tolist())
 
     def poll(self) -> None:
         """Judge copies that have arrived; never waits."""
-        while self._flights and self._flights[0].arrived.query():
-            flight = self._flights.pop(0)
-            self._judge(flight.notes, flight.host.tolist())
+        while self._flights and (values := self._flights[0][1].values()) is not None:
+            notes, _ = self._flights.pop(0)
+            self._judge(notes, values)
 
     def check(self) -> None:
         """Judge everything noted so far; waits for the device."""
-        for flight in self._flights:
-            flight.arrived.synchronize()
+        for _, arriving in self._flights:
+            arriving.wait()
         self.poll()
         notes, self._notes = self._notes, []
         if notes:
@@ -115,14 +128,6 @@ class Guard:
 def _is_wrong(note: Note, value: float) -> bool:
     """Whether no unpruned run would have shown this: it is not just that the gradient is not finite."""
     return note.kind in ("stale", "audit") or (note.kind == "boundary" and math.isfinite(value))
-
-
-def _start(notes: list[Note], stacked: torch.Tensor) -> _Flight:
-    host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
-    host.copy_(stacked, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    return _Flight(notes, host, arrived)
 
 
 def _error(note: Note, value: float) -> PruneError:

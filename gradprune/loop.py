@@ -73,7 +73,7 @@ def _rewritten(source: Source, factors: tuple[Factor, ...], policy: Policy, allo
     needs = tuple(needed_names(region.statements))
     line, last = source.line(region.statements[0]), region.calls[-1].lineno
     changed = rewrite(source, region)
-    names = LoopNames(needs, in_loop, changed.carried, changed.names.plan, f"lines {line.line} to {last}")
+    names = LoopNames(needs, in_loop, changed.names.plan, f"lines {line.line} to {last}")
     state: dict[str, Any] = {}
     pruner = Pruner(functools.partial(source.function, state), source.function.__qualname__, policy, no_schedule)
     loop = PrunedLoop(pruner, factors, names, source.function.__globals__, state, allow_sync)

@@ -97,11 +97,6 @@ def needed_names(statements: Sequence[ast.stmt]) -> list[str]:
     return sorted(_read_first(statements, set()))
 
 
-def carried_names(statements: Sequence[ast.stmt]) -> list[str]:
-    """Names that the statements both need and rebind: to run them again, these must be put back."""
-    return sorted(bound_names(statements) & _read_first(statements, set()))
-
-
 def _read_first(statements: Sequence[ast.stmt], sure: set[str]) -> set[str]:
     """Names read while not surely bound; adds to `sure` what the statements surely bind."""
     found: set[str] = set()

@@ -1,7 +1,7 @@
 """Find the loop over microbatches in a function, and in its body the region from the forward to the backward.
 
 A region starts after the last statement that binds or changes a factor, and ends with the statement that calls
-backward. It is what runs without a graph where a microbatch is dead, and what runs again where that was in vain.
+backward.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Rewrite the loop of a function: its region runs under a microbatch, and once more, plainly, where that was in vain.
+"""Rewrite the loop of a function: its region runs under a microbatch.
 
     for step, batch in enumerate(batches):
         _plan = _gradprune.planned(step, batch)
         with _gradprune.microbatch(_gradprune.locals()) as _microbatch:
             loss = compute(model, batch)
             _microbatch.loss(loss).backward()
-        if _microbatch.again:
-            loss = compute(model, batch)
-            loss.backward()
         optimizer.step()
 
 Every node keeps the line that it came from; new ones take the line of the statement that they stand at.
@@ -21,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradprune.loop_names import blocks_of, carried_names
+from gradprune.loop_names import blocks_of
 from gradprune.loop_region import Loop, Region
 from gradprune.loop_source import Function, Source
 
@@ -41,11 +38,10 @@ class Names:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A tree with its region rewritten. carried: local names that must be put back before the region runs again."""
+    """A tree with its region rewritten."""
 
     tree: Function
     names: Names
-    carried: tuple[str, ...]
 
     @property
     def text(self) -> str:
@@ -58,21 +54,16 @@ class Rewritten:
 def rewrite(source: Source, region: Region) -> Rewritten:
     """The function of `source` with `region`, which is part of its tree, rewritten. The tree of `source` is changed."""
     names = Names.fresh(source)
-    carried = tuple(carried_names(region.statements))
-    plain = [_without_declarations(statement) for statement in copy.deepcopy(region.statements)]
     _send_losses(region.calls, names)
     watched = _announce_leaving(region.statements, region.loop, names)
-    first, last = region.statements[0], region.statements[-1]
     opening = f"with {names.runtime}.microbatch({names.runtime}.locals()) as {names.microbatch}: pass"
-    block: Any = _parse(opening, first)
+    block: Any = _parse(opening, region.statements[0])
     block.body = watched
-    repeating: Any = _parse(f"if {names.microbatch}.again: pass", last)
-    repeating.body = [*(_restoring(name, names, first) for name in carried), *plain]
-    region.block[region.start : region.stop] = [block, repeating]
+    region.block[region.start : region.stop] = [block]
     if region.target_names:
         values = ", ".join(region.target_names)
         region.loop.body.insert(0, _parse(f"{names.plan} = {names.runtime}.planned({values})", region.loop))
-    return Rewritten(source.tree, names, carried)
+    return Rewritten(source.tree, names)
 
 
 def _parse(text: str, place: ast.AST) -> ast.stmt:
@@ -83,30 +74,6 @@ def _parse(text: str, place: ast.AST) -> ast.stmt:
             ast.copy_location(node, place)
             node.end_lineno, node.end_col_offset = node.lineno, node.col_offset
     return statement
-
-
-def _restoring(name: str, names: Names, place: ast.AST) -> ast.stmt:
-    held = f"{names.microbatch}.before"
-    return _parse(f"if {name!r} in {held}: {name} = {held}[{name!r}]", place)
-
-
-def _without_declarations(statement: ast.stmt) -> ast.stmt:
-    """`global` and `nonlocal` speak for the whole function, and may be said only once before a name is used."""
-
-    class Dropper(ast.NodeTransformer):
-        def visit_Global(self, node: ast.Global) -> ast.Pass:
-            return ast.copy_location(ast.Pass(), node)
-
-        def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.Pass:
-            return ast.copy_location(ast.Pass(), node)
-
-        def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-            return node
-
-        def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AsyncFunctionDef:
-            return node
-
-    return Dropper().visit(statement)
 
 
 def _send_losses(calls: Sequence[ast.Call], names: Names) -> None:

@@ -6,11 +6,11 @@ import builtins
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from gradprune.attempts import LiveRun, PrunedRun, Run, WatchedRun
+from gradprune.attempts import LiveRun, Run, WatchedRun
 from gradprune.errors import PruneError, StalePlanError
 from gradprune.explanation import Explanation
 from gradprune.facts import Live, Reason, Refusal
@@ -22,23 +22,17 @@ from gradprune.microbatch import Microbatch
 from gradprune.modes import mode_depth
 from gradprune.planner import PlannedMicrobatch, planned
 from gradprune.pruner import Pruner
-from gradprune.watch import RunInVain
 
 
 @dataclass(frozen=True)
 class LoopNames:
-    """Names of a rewritten function. needs, carried: of the region, see `loop_names`. in_loop: what the loop binds.
-    plan: the variable that holds what is planned. place: the region, for a reader."""
+    """Names of a rewritten function. needs: of the region, see `loop_names`. in_loop: what the loop binds. plan: the
+    variable that holds what is planned. place: the region, for a reader."""
 
     needs: tuple[str, ...]
     in_loop: frozenset[str]
-    carried: tuple[str, ...]
     plan: str
     place: str
-
-
-class _Again(BaseException):
-    """Leaves a dead run that was another program than the one proved; never seen by the user."""
 
 
 class PrunedLoop:
@@ -77,14 +71,13 @@ class PrunedLoop:
         plan = scope.get(self.names.plan)
         if plan is None:
             plan = self.planned(*(self._find(scope, name) for factor in self._factors for name in factor.roots))
-        before = {name: value for name in self.names.carried if (value := self._find(scope, name)) is not _ABSENT}
         values = {name: value for name in self.names.needs if (value := self._find(scope, name)) is not _ABSENT}
         factors, problem = self._evaluate(scope)
         # Before Python 3.13 the frame keeps this dict, and with it the tensors of the last iteration.
         for name in self.names.in_loop:
             scope.pop(name, None)
         microbatch = self._describe(values, factors, plan, problem)
-        return LoopMicrobatch(self, microbatch, self._start(microbatch, values), before, problem)
+        return LoopMicrobatch(self, microbatch, self._start(microbatch, values), problem)
 
     def _find(self, scope: Mapping[str, Any], name: str) -> Any:
         return scope[name] if name in scope else self._outside.get(name, _ABSENT)
@@ -143,17 +136,9 @@ _ABSENT = object()
 
 
 class LoopMicrobatch:
-    """One pass over the region. `again`: it was in vain, and the region must run once more, from `before`."""
+    """One pass over the region."""
 
-    def __init__(
-        self,
-        loop: PrunedLoop,
-        microbatch: Microbatch,
-        run: Run,
-        before: dict[str, Any],
-        problem: str | None,
-    ) -> None:
-        self.again, self.before = False, before
+    def __init__(self, loop: PrunedLoop, microbatch: Microbatch, run: Run, problem: str | None) -> None:
         self._loop, self._microbatch, self._problem = loop, microbatch, problem
         self._run: Run | None = run
         self._release = run.release if isinstance(run, WatchedRun) else None
@@ -167,59 +152,37 @@ class LoopMicrobatch:
 
     def loss(self, value: Any) -> Any:
         """Called with each thing that may be the loss of a backward; returns what to call backward with."""
-        run = self._run
-        if run is None or not isinstance(value, torch.Tensor):
+        if self._run is None or not isinstance(value, torch.Tensor):
             return value
         if self._problem is not None:
             self._loop.refuse(self._problem)
         if mode_depth() != self._depth:
             self._give_up("backward is called inside a torch mode that was entered after the forward")
-        elif value.numel() != 1 or not (value.requires_grad or isinstance(run, PrunedRun)):
+        elif value.numel() != 1 or not value.requires_grad:
             self._give_up(f"backward starts at a tensor of shape {tuple(value.shape)} that is no loss with a gradient")
         else:
-            self._run = None
+            run, self._run = self._run, None
             self._stack.close()
-            finished = run.finish(value)
-            return self._go_back(finished) if isinstance(finished, LiveRun) else finished
+            return run.finish(value)
         return value
 
     def leave(self) -> None:
         """Called before the region is left by return, break or continue."""
-        run = self._run
-        if isinstance(run, PrunedRun) and not run.touched:
-            self._run = None
-            self._loop.pruner.note(self._microbatch, Live(_LEFT))
-        elif run is not None:
-            self._give_up(_LEFT)
+        if self._run is not None:
+            self._give_up("the body was left before its backward")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
             if kind is None:
                 self.leave()
-            elif isinstance(error, RunInVain) and isinstance(self._run, PrunedRun):
-                self._go_back(self._run.repeat(str(error)))
-        except _Again:
-            return True
         finally:
             self._run = None
             self._stack.__exit__(kind, error, trace)
             if self._release is not None:
                 self._release()
                 self._release = None
-        return kind is _Again
 
     def _give_up(self, why: str) -> None:
-        """The region runs on as if it were not watched; where it has no graph, it must run again."""
-        run, self._run = self._run, None
-        if isinstance(run, PrunedRun):
-            self._go_back(run.repeat(why))
+        """The region runs on as if it were not watched."""
+        self._run = None
         self._loop.pruner.note(self._microbatch, Live(why))
-
-    def _go_back(self, live: LiveRun) -> NoReturn:
-        self._loop.pruner.parallel.prepare_repeat(self._microbatch.models.values())
-        live.finish(None)
-        self.again = True
-        raise _Again
-
-
-_LEFT = "the body was left before its backward"

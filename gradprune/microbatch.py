@@ -54,6 +54,9 @@ class Microbatch:
         modes = tuple((id(model), model.training) for model in self.models.values())
         return BatchShape.of(self.named.values(), program=(modes, tuple(self.named)))
 
+    def buffers(self) -> list[torch.Tensor]:
+        return [buffer for model in self.models.values() for buffer in model.buffers()]
+
     @property
     def about(self) -> str:
         place = f" (planned as {self.known.plan.index})" if self.known.plan else ""

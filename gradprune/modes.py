@@ -1,4 +1,4 @@
-"""How many torch modes are on. Tried with torch 2.13; the private names that it takes live here."""
+"""What torch is doing right now. Tried with torch 2.13; the private names that it takes live here."""
 
 from __future__ import annotations
 
@@ -8,3 +8,14 @@ import torch
 def mode_depth() -> tuple[int, int]:
     """Function modes and dispatch modes on the stacks of this thread: one may be left only while it is the topmost."""
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
+def inside_checkpoint() -> bool:
+    """Whether a checkpoint (not the reentrant kind) takes what the graph would save."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: whether it was called with ``retain_graph=True``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

@@ -29,10 +29,9 @@ class Proof:
     """A verdict on one program, for the sizes that `admission` admits.
 
     entries: the modules at which the model began. reached: the parameters behind them into which gradient would flow.
-    buffers: those that the forward writes to. communicates: the step issues collectives itself, outside the model; it
-    must not run twice, which a run without a graph that turns out to be another program would have to. wide: the
-    model's outputs are so much larger than the batch that the loss's own backward is worth saving. hidden: learns what
-    else is reached, where the graph hides a part of itself.
+    buffers: those that the forward writes to. communicates: the step issues collectives itself, outside the model.
+    wide: the model's outputs are so much larger than the batch that the loss's own backward is worth saving. hidden:
+    learns what else is reached, where the graph hides a part of itself.
     """
 
     verdict: Verdict
@@ -70,16 +69,9 @@ class Proof:
         return all(ref() is not None for ref in held if not isinstance(ref, _PassingRef))
 
     @property
-    def unseen(self) -> bool:
-        """Whether side conditions may fail where nobody looks: gradient would flow into a tensor that the model keeps
-        on the side, in an attribute or a hook's list, instead of returning it."""
-        conditions = isinstance(self.verdict, Certificate) and bool(self.verdict.conditions)
-        return conditions and any(name.startswith("outside.") for name in self.outputs)
-
-    @property
     def runnable(self) -> bool:
-        """Whether a microbatch may be run without a graph and be repeated if that was in vain."""
-        return not self.communicates and not self.unseen and (self.hidden is None or self.hidden.complete)
+        """Whether enough is known to run a microbatch dead."""
+        return self.hidden is None or self.hidden.complete
 
     def written_buffers(self) -> list[torch.Tensor]:
         return [buffer for ref in self.buffers if (buffer := ref()) is not None]

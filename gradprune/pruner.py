@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from gradprune.explanation import Decision, Explanation
 from gradprune.facts import Certificate, Dead, Live, Reason, Refusal
 from gradprune.flops import FlopReport
 from gradprune.frames import user_line
-from gradprune.graphs import Arrivals
+from gradprune.graphs import Arrivals, Reach
 from gradprune.guard import Guard, magnitude, watch_optimizers
 from gradprune.known import Known
 from gradprune.meter import FlopMeter
@@ -32,6 +32,7 @@ from gradprune.proofs import Proof, ProofBook
 from gradprune.runs import ObservedRun
 from gradprune.schedule import Schedule
 from gradprune.tape import Tape
+from gradprune.trust import Trial, Trust
 
 _REMEMBERED = 10_000
 
@@ -51,6 +52,7 @@ class Pruner:
         self.guard = Guard(policy.on_violation, self._poison)
         self.meter = FlopMeter()
         self.parallel = DataParallel()
+        self.trust = Trust()
         self._name = name
         self._decisions: deque[Decision] = deque(maxlen=_REMEMBERED)
         self._calls = self._pruned = 0
@@ -83,12 +85,12 @@ class Pruner:
         way = self.way(microbatch)
         if isinstance(way, Live):
             return LiveRun(self, microbatch, way)
-        if way is None or not way.runnable or self.audited():
+        if way is None or not way.runnable or not self.trust.sure(way) or self.audited():
             return WatchedRun(self, microbatch)
         return PrunedRun(self, microbatch, way)
 
     def agree(self, plan: StepPlan) -> StepPlan:
-        plan, self._stages_may_prune = self.schedule.agree(plan, self.book.settled())
+        plan, self._stages_may_prune = self.schedule.agree(plan, self.book.settled() and self.trust.settled())
         return plan
 
     def unproved_stage(self) -> Live | None:
@@ -100,9 +102,12 @@ class Pruner:
     def way(self, microbatch: Microbatch) -> Live | Proof | None:
         """Live with its reason, a proof to run dead by, or None: observe it, then decide."""
         self._stop_listening()
+        self._settle_trials()
         forbidden = self.forbidden(microbatch)
         if forbidden is not None:
             return forbidden
+        if (objection := self.trust.objection(microbatch.family)) is not None:
+            return Live(objection)
         proof = self.book.expected(microbatch.family)
         if proof is not None and not proof.admission.admits({n: t.shape for n, t in microbatch.named.items()}):
             proof = None  # proved for other sizes: 1 is not like 2
@@ -133,11 +138,9 @@ class Pruner:
         count = self._pruned
         return int(-(-(count + 1) * self.policy.audit // 1)) > int(-(-count * self.policy.audit // 1))
 
-    def looks_at_boundary(self, microbatch: Microbatch, proof: Proof) -> bool:
+    def looks_at_boundary(self, proof: Proof) -> bool:
         """Whether the coming dead microbatch runs the loss's own backward: each one, unless it is costly and there is
-        another way to see whether the proof's side conditions hold, and no wrapper follows the graph of its outputs."""
-        if self.parallel.hears_all(microbatch.models.values()):
-            return True
+        another way to see whether the proof's side conditions hold."""
         return not (proof.wide and proof.checks.complete) or self._pruned % SAMPLED == 0
 
     def prove(self, microbatch: Microbatch, run: ObservedRun, loss: torch.Tensor) -> Proof | Refusal:
@@ -178,11 +181,11 @@ class Pruner:
         verdict, admission = proved_tape(tape, tensors, self._name, self.policy.hypothesis)
         return (microbatch.family, tape.content()), run.proof(verdict, tape, admission, loss)
 
-    def refused(self, refusal: Refusal) -> None:
-        """Warn of the first refusal, as long as nothing was proved. Raises PruneError for any if strict."""
+    def refused(self, refusal: Refusal, always: bool = False) -> None:
+        """Warn of the first refusal: as long as nothing was proved, or `always`. Raises PruneError if strict."""
         if self.policy.strict:
             raise PruneError(f"strict: {refusal}")
-        proved = any(isinstance(verdict, Certificate) for verdict in self.book.verdicts())
+        proved = not always and any(isinstance(verdict, Certificate) for verdict in self.book.verdicts())
         if not self._warned and not proved:
             self._warned = True
             place = user_line()
@@ -206,16 +209,26 @@ class Pruner:
         self.listen(arrivals, loss, lambda gradient: note(magnitude(gradient)))
         self.note(microbatch, Dead(microbatch.known.reason), audited=True)
 
+    def try_out(self, microbatch: Microbatch, proof: Proof, reach: Reach, loss: torch.Tensor) -> Trial:
+        """Watch the coming backward of a microbatch that was proved dead and runs in full all the same."""
+        return self.trust.try_out(microbatch.family, proof, reach, loss, microbatch.buffers())
+
+    def _settle_trials(self) -> None:
+        if (objection := self.trust.settle()) is not None:
+            self.refused(
+                Refusal(self.policy.hypothesis, (), (Reason("live-term", objection),), self._name), always=True
+            )
+
     def _stop_listening(self) -> None:
         while self._listening:
             self._listening.pop().close()
 
     # Accounting ---------------------------------------------------------------------------------------------------
 
-    def delivery(self, microbatch: Microbatch, proof: Proof) -> Delivery:
+    def delivery(self, microbatch: Microbatch, reached: Iterable[torch.Tensor]) -> Delivery:
         report = functools.partial(self.guard.note, "boundary", microbatch.about)
         to_all = self.parallel.hears_all(microbatch.models.values())
-        delivery = Delivery(proof.parameters(), report, to_all=to_all)
+        delivery = Delivery(reached, report, to_all=to_all)
         residue = microbatch.known.residue()
         if residue is not None:
             self.guard.note("stale", microbatch.about, residue)

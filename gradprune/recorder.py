@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gradprune.collectives import reported
@@ -148,6 +149,7 @@ class Recorder(CallObserver):
         self._recording = Recording()
         self._backward: SourceLine | None = None
         self.communicates = False
+        self.entrances: list[GradientEdge] = []
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -170,6 +172,7 @@ class Recorder(CallObserver):
     def release(self) -> None:
         """Let go of all tensors; nothing can be asked afterwards."""
         self._held.clear()
+        self.entrances.clear()
 
     def leaf_tensor(self, leaf: Leaf) -> torch.Tensor:
         """The real tensor of a leaf of this recording."""
@@ -230,6 +233,8 @@ class Recorder(CallObserver):
             name, found = self._outputs[id(tensor)], "input"
         elif not hidden and id(tensor) in self._names:
             name, found = self._names[id(tensor)], "input"
+        if tensor.requires_grad:
+            self.entrances.append(get_gradient_edge(tensor))
         return Leaf(name, "wrt" if tensor.requires_grad else found, number, kind_of(tensor))
 
     def _spec(self, value: Any, name: str) -> Any:

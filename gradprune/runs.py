@@ -1,4 +1,4 @@
-"""One microbatch, run in one of two special ways: observed (live, and written down) or dead (without a graph).
+"""One microbatch, run in one of two special ways: observed (live, and written down) or dead (without activations).
 
 A run has one or more segments: a plain step is one call; Megatron's is ``forward_step`` and then ``loss_func``. Hooks
 and modes are on only inside a segment.
@@ -6,22 +6,23 @@ and modes are on only inside a segment.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils.checkpoint
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from gradprune.boundary import Boundary, float_leaves, replace, trainable_modules
+from gradprune.boundary import Boundary, Call, float_leaves, trainable_modules
 from gradprune.checks import failure
-from gradprune.dead import Delivery
 from gradprune.facts import Condition, Verdict
-from gradprune.graphs import Arrivals, reached_leaves
+from gradprune.graphs import Arrivals, Reach, reach_of
+from gradprune.lean import Lean
+from gradprune.patching import replaced
 from gradprune.proofs import Proof, weak
 from gradprune.recorder import Recorder
+from gradprune.schedule import Forward as ScheduledForward
 from gradprune.tape import Tape
 from gradprune.trace.admission import Admission
 from gradprune.trees import leaves
@@ -29,8 +30,6 @@ from gradprune.watch import TapeWatch
 
 #: Outputs so many times larger than the batch (logits) make the loss's own backward costly: it is run for a sample.
 _WIDE = 16
-
-Inside = Callable[[], AbstractContextManager[Sequence[torch.Tensor]]]
 
 
 def batch_leaves(batch: Any) -> dict[str, torch.Tensor]:
@@ -52,38 +51,57 @@ class ObservedRun:
         self._recorder = Recorder(named, parameters)
         modules = [module for model in models.values() for module in trainable_modules(model)]
         self._boundary = Boundary(list(dict.fromkeys(modules)), around=self._recorder.paused, returned=self._output)
-        self._returned: list[torch.Tensor] = []
+        self._size_of_outputs = 0
         self.shares_graph = False
+        self._saved_elsewhere = False
         self._named = list(named.values())
         # By value: batch norm writes its statistics without a trace in the version counter.
         self._buffers = [(buffer, buffer.clone()) for model in models.values() for _, buffer in model.named_buffers()]
 
     @contextmanager
     def segment(self) -> Iterator[None]:
-        with self._recorder.observing(), self._boundary.hooked():
+        with self._noticing_checkpoints(), self._recorder.observing(), self._boundary.hooked():
             yield
+
+    @contextmanager
+    def _noticing_checkpoints(self) -> Iterator[None]:
+        enter: Any = saved_tensors_hooks.__enter__
+
+        def entered(hooks: saved_tensors_hooks) -> Any:
+            self._saved_elsewhere = True
+            return enter(hooks)
+
+        with replaced(saved_tensors_hooks, "__enter__", entered):
+            yield
+
+    def recomputes(self) -> bool:
+        """Whether the backward may run parts of the forward again, of a model that has buffers."""
+        return self._saved_elsewhere and bool(self._buffers)
 
     def _output(self, name: str, output: Any) -> Any:
         with self._recorder.paused():
             for leaf, tensor in float_leaves(name, output):
                 self._recorder.add_output(leaf, tensor)
                 if tensor.requires_grad:
-                    self._returned.append(tensor)
+                    self._size_of_outputs += tensor.numel()
         return output
 
     def release(self) -> None:
         """Let go of the tensors of the run: it and its hooks refer to each other, and would hold them for a while."""
         self._recorder.release()
-        for held in (self._returned, self._named, self._buffers):
+        for held in (self._named, self._buffers):
             held.clear()
 
     def gave(self, output: Any, loss: torch.Tensor) -> None:
         """Take note of what the step returned: `shares_graph` if the caller may differentiate more than the loss."""
         self.shares_graph = any(tensor is not loss and tensor.requires_grad for _, tensor in leaves(output))
 
-    def boundary(self) -> list[torch.Tensor]:
-        """What the model returned and a gradient may flow into."""
-        return self._returned
+    def entrances(self) -> list[GradientEdge]:
+        """Where the graph of the loss enters that of the model."""
+        return self._recorder.entrances
+
+    def reach(self, loss: torch.Tensor) -> Reach:
+        return reach_of(loss, self._recorder.entrances)
 
     def tape(self, loss: torch.Tensor) -> tuple[Tape, list[torch.Tensor]]:
         """What was recorded of `loss`, and the tensors of its leaves. Raises TraceError where it does not add up."""
@@ -93,20 +111,18 @@ class ObservedRun:
         """A verdict on `tape`, with what a dead run needs to know of this run."""
         entries = self._boundary.entries
         written = [buffer for buffer, before in self._buffers if not torch.equal(buffer, before)]
-        reached, more = reached_leaves(loss)
-        wide = sum(map(torch.Tensor.numel, self._returned)) > _WIDE * max(
-            map(torch.Tensor.numel, self._named), default=0
-        )
+        reach = self.reach(loss)
+        wide = self._size_of_outputs > _WIDE * max(map(torch.Tensor.numel, self._named), default=0)
         return Proof(
             verdict,
             tape,
             admission,
             weak(entries),
-            weak(reached),
+            weak(reach.leaves),
             weak(written),
             self._recorder.communicates,
-            wide and not self.shares_graph,  # without a graph, a gradient into the other outputs would be lost unseen
-            Arrivals(_others(entries, reached)) if more else None,
+            wide,
+            Arrivals(_others(entries, reach.leaves)) if reach.hidden else None,
         )
 
 
@@ -118,35 +134,32 @@ def _others(modules: Iterable[torch.nn.Module], known: Sequence[torch.Tensor]) -
 
 
 class DeadRun:
-    """Runs the model's modules without a graph and watches that the rest makes the calls that were proved.
+    """Runs the model's modules without saving activations and watches that the rest makes the calls that were proved.
 
-    to_boundary: keep a graph of the loss down to the model's outputs, whose cotangent is looked at in the backward;
-    else there is no graph at all, and the proof's side conditions are looked at as they are computed.
+    looks: look at the proof's side conditions as they are computed, and tell `failed`; else the cotangent at the
+    `entrances` of the model shows whether they held. begin: called as each forward of the model begins.
     """
 
     def __init__(
         self,
         proof: Proof,
-        named: Mapping[str, torch.Tensor],
-        delivery: Delivery,
-        inside: Inside,
-        to_boundary: bool,
+        microbatch_tensors: Mapping[str, torch.Tensor],
+        model_buffers: Callable[[], Iterable[torch.Tensor]],
+        begin: Callable[[], ScheduledForward],
+        looks: bool,
         failed: Callable[[Condition, torch.Tensor], None],
     ) -> None:
-        self._watch = TapeWatch(proof.tape, None if to_boundary else self._look)
-        self._to_boundary, self._failed = to_boundary, failed
+        self._proof, self._looks, self._failed = proof, looks, failed
+        self._watch = TapeWatch(proof.tape, self._look if looks else None)
+        devices = {tensor.device for tensor in microbatch_tensors.values()}
+        self._lean, self._begin = Lean(proof.written_buffers(), model_buffers, devices), begin
+        self._forwards: list[ScheduledForward] = []
         self._boundary = Boundary(
-            proof.modules(),
-            around=self._watch.paused,
-            inside=self._without_graph,
-            computed=self._bound,
-            returned=self._output,
+            proof.modules(), around=self._watch.paused, compute=self._compute, returned=self._output
         )
-        self._proof, self._delivery, self._inside = proof, delivery, inside
-        self._outputs = frozenset(proof.outputs)
         self._called: set[str] = set()
         self._computed: set[str] = set()
-        for name, tensor in named.items():
+        for name, tensor in microbatch_tensors.items():
             self._watch.bind(name, tensor)
             self._look_at_leaf(name, tensor)
 
@@ -156,9 +169,17 @@ class DeadRun:
             yield
 
     @property
-    def touched(self) -> bool:
-        """Whether a module of the model was called."""
-        return bool(self._called or self._computed)
+    def entrances(self) -> list[GradientEdge]:
+        """Where the graph of the loss enters that of the model."""
+        return self._watch.entrances
+
+    def reach(self, loss: torch.Tensor) -> Reach:
+        return reach_of(loss, self._watch.entrances)
+
+    @property
+    def hides(self) -> bool:
+        """Whether the graph of the model does not show what it reaches."""
+        return self._lean.hides
 
     def difference(self, loss: torch.Tensor) -> str | None:
         """None if the run was the one that was proved, else where it was not."""
@@ -170,31 +191,26 @@ class DeadRun:
             return "these sizes are not those that it was proved for"
         return None
 
+    def cut_off(self) -> None:
+        """No backward will come."""
+        for scheduled in self._forwards:
+            scheduled.dead()
+
     def _look(self, entry: int, result: torch.Tensor) -> None:
         for condition in self._proof.checks.entries.get(entry, ()):
             self._failed(condition, failure(condition, result.detach()))
 
     def _look_at_leaf(self, name: str, tensor: torch.Tensor) -> None:
-        if not self._to_boundary:
+        if self._looks:
             for condition in self._proof.checks.leaves.get(name, ()):
                 self._failed(condition, failure(condition, tensor.detach()))
 
-    @contextmanager
-    def _without_graph(self) -> Iterator[None]:
-        with self._inside() as others, torch.no_grad(), same_kernels():
-            yield
-        self._delivery.also(others)
-
-    def _bound(self, name: str, output: Any) -> Any:
+    def _compute(self, name: str, call: Call) -> Any:
         self._computed.add(name)
-        if not self._to_boundary:
-            return output
-        new = {
-            id(tensor): self._delivery.bound(tensor)
-            for leaf, tensor in float_leaves(name, output)
-            if leaf in self._outputs
-        }
-        return replace(output, new)
+        scheduled = self._begin()
+        self._forwards.append(scheduled)
+        with scheduled.first:
+            return self._lean.run(call, scheduled.again)
 
     def _output(self, name: str, output: Any) -> Any:
         self._called.add(name)
@@ -217,31 +233,6 @@ def same_kernels() -> Iterator[None]:
     finally:
         torch.utils.checkpoint.check_backward_validity = check
         torch.backends.mha.set_fastpath_enabled(fast)
-
-
-class Rollback:
-    """Random state before a dead run, and the buffers that it is about to write, to run the microbatch again."""
-
-    def __init__(self, buffers: Sequence[torch.Tensor], devices: Iterable[torch.device]) -> None:
-        self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
-        self._buffers = buffers
-        self._values: list[torch.Tensor] | None = None
-
-    def keep_buffers(self) -> None:
-        """To be called when the model is about to compute, after a wrapper has brought its buffers up to date."""
-        if self._values is None:
-            self._values = [buffer.clone() for buffer in self._buffers]
-
-    def restore(self) -> None:
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
-        with torch.no_grad():
-            for buffer, value in zip(self._buffers, self._values or ()):
-                buffer.copy_(value)
 
 
 def family(

@@ -7,15 +7,33 @@ must still receive a zero, state that a forward under no_grad would miss, and ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from gradprune.binding import PlannedMicrobatch
 from gradprune.facts import Reason
 from gradprune.planner import StepPlan
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Forward:
+    """What surrounds one forward whose microbatch may turn out dead.
+
+    first: open while it runs. again: opens while it is computed again, for a backward that comes after all: puts back
+    what it reads besides its arguments. dead: to be called if no backward will come.
+    """
+
+    first: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    again: Callable[[], AbstractContextManager[Any]] = nullcontext
+    dead: Callable[[], None] = _nothing
 
 
 class Schedule(Protocol):
@@ -40,8 +58,11 @@ class Schedule(Protocol):
         Leaves that require grad; none on a first stage.
         """
 
+    def forward(self, model: torch.nn.Module) -> Forward:
+        """For a forward through `model`, which computes the loss, that is about to begin."""
+
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
-        """Open around the forward of a dead microbatch through `model`, which runs under no_grad.
+        """Open around the forward of a dead microbatch through `model`, which computes no loss, under no_grad.
 
         Yields the stage's inputs, which keep their shape: the dead backward must deliver exact zeros to them.
         """
@@ -70,6 +91,9 @@ class _NoSchedule:
 
     def stage_inputs(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
         return ()
+
+    def forward(self, model: torch.nn.Module) -> Forward:
+        return Forward()
 
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         return nullcontext(())

@@ -7,15 +7,15 @@ that the gradient which comes back is exactly zero.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from gradprune.attempts import Counting
 from gradprune.binding import BoundPlan, PlannedMicrobatch
-from gradprune.boundary import Boundary, float_leaves, replace, trainable_modules
+from gradprune.boundary import Boundary, Call, float_leaves, replace, trainable_modules
 from gradprune.dead import Delivery
 from gradprune.facts import Dead
 from gradprune.known import Known
@@ -60,15 +60,11 @@ def _run_dead(pruner: Pruner, microbatch: Microbatch, model: torch.nn.Module, ca
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     delivery = Delivery(parameters, functools.partial(pruner.guard.note, "boundary", microbatch.about))
 
-    @contextmanager
-    def without_graph() -> Iterator[None]:
+    def compute(name: str, call_of_model: Call) -> Any:
         with pruner.schedule.dead_forward(model) as others, torch.no_grad(), same_kernels():
-            yield
+            output = call_of_model()
         delivery.also(others)
-
-    def bound(name: str, output: Any) -> Any:
         return replace(output, {id(tensor): delivery.bound(tensor) for _, tensor in float_leaves(name, output)})
 
-    modules = trainable_modules(model)
-    with Boundary(modules, around=nullcontext, inside=without_graph, computed=bound).hooked():
+    with Boundary(trainable_modules(model), around=nullcontext, compute=compute).hooked():
         return call()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradprune.attempts import LiveRun, PrunedRun, Run
+from gradprune.attempts import Run
 from gradprune.compiled import CompiledRun, uses_compiled
 from gradprune.errors import PruneError
 from gradprune.explanation import Explanation
@@ -22,7 +22,6 @@ from gradprune.pruner import Pruner
 from gradprune.runs import batch_constants, batch_leaves
 from gradprune.schedule import Schedule, no_schedule
 from gradprune.stage_run import run_stage
-from gradprune.watch import RunInVain
 
 Call = Callable[[], Any]
 
@@ -107,8 +106,7 @@ class PrunedStep:
         call = functools.partial(self._step, *args, **kwargs)
         if self._compiled:
             return CompiledRun(self._pruner, self._microbatch(args[0], batch)).run(call)
-        run = self._pruner.start(self._microbatch(args[0], batch))
-        return _finish(_attempt(run, call), call)
+        return _finish(self._pruner.start(self._microbatch(args[0], batch)), call)
 
     def _forward_step(self, iterator: Any, model: torch.nn.Module, *rest: Any, **kwargs: Any) -> Any:
         """One call of a Megatron ``forward_step``: its microbatch ends with the loss function that it returns."""
@@ -120,23 +118,11 @@ class PrunedStep:
         batch = next(iterator)
         run = self._pruner.start(self._microbatch(model, batch))
 
-        def call() -> Any:
-            return self._step(_Replay(batch, iterator), model, *rest, **kwargs)
-
-        def again() -> Any:
-            live_output, live_loss = call()
-            return live_loss(live_output)
-
-        try:
-            with run.segment():
-                output, loss_func = call()
-        except RunInVain as reason:
-            run = _take_back(run, reason)
-            with run.segment():
-                output, loss_func = call()
+        with run.segment():
+            output, loss_func = self._step(_Replay(batch, iterator), model, *rest, **kwargs)
 
         def finishing_loss(*args: Any, **kwargs: Any) -> Any:
-            return _finish(_attempt(run, functools.partial(loss_func, *args, **kwargs)), again)
+            return _finish(run, functools.partial(loss_func, *args, **kwargs))
 
         return output, finishing_loss
 
@@ -145,28 +131,11 @@ class PrunedStep:
         return self._pruner.microbatch({"": model}, known, batch_leaves(batch), batch_constants(batch))
 
 
-def _attempt(run: Run, call: Call) -> Any:
-    """What a run finishes with that calls `call` last: the output, or a LiveRun for another attempt."""
-    try:
-        with run.segment():
-            output = call()
-    except RunInVain as reason:
-        return _take_back(run, reason)
+def _finish(run: Run, call: Call) -> Any:
+    """What a run finishes with that calls `call` last."""
+    with run.segment():
+        output = call()
     return run.finish(output)
-
-
-def _take_back(run: Run, reason: RunInVain) -> LiveRun:
-    assert isinstance(run, PrunedRun)
-    return run.repeat(str(reason))
-
-
-def _finish(finished: Any, again: Call) -> Any:
-    """What a run finished with, or what `again` gives where the run must be repeated live."""
-    if not isinstance(finished, LiveRun):
-        return finished
-    with finished.segment():
-        output = again()
-    return finished.finish(output)
 
 
 class _Replay:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradprune.data_numbers import Formula
 from gradprune.ledger import Ledger
@@ -25,10 +26,6 @@ _REWIRING = EFFECTS | {"requires_grad_", "detach_", "set_"}
 Look = Callable[[int, torch.Tensor], None]
 
 
-class RunInVain(BaseException):
-    """A run without a graph cannot go on; it must be taken back. No handler of the user's should catch it."""
-
-
 class _Differs(Exception):
     """An operand is not the one on the tape."""
 
@@ -40,6 +37,7 @@ class TapeWatch(CallObserver):
         """look: called with the index of each entry that was matched and the first tensor of its result."""
         super().__init__()
         self._tape, self._look = tape, look
+        self._wrt = {leaf.number for leaf in tape.leaves if leaf.role == "wrt"}
         self._leaves = {leaf.name: leaf for leaf in tape.leaves}
         self._open = {leaf.number: leaf for leaf in tape.leaves if leaf.name.startswith(("outside.", "parameters."))}
         self._ledger = Ledger()
@@ -49,13 +47,14 @@ class TapeWatch(CallObserver):
         self._free = {leaf.number for leaf in tape.leaves if leaf.name.startswith(NUMBER)}
         self._position = 0
         self._spoiled: str | None = None
+        self.entrances: list[GradientEdge] = []
 
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         """Say which tensor a leaf of the tape is; a name that the tape does not read is ignored."""
         leaf = self._leaves.get(name)
         if leaf is not None:
             self._check_kind(leaf, tensor)
-            self._assign(tensor, leaf.number)
+            self._enter(tensor, leaf.number)
 
     def matches(self, loss: torch.Tensor) -> bool:
         """Whether all calls of the tape were made and `loss` is what they lead to."""
@@ -90,7 +89,7 @@ class TapeWatch(CallObserver):
         return result
 
     def backward_begins(self) -> None:
-        raise RunInVain("a backward runs inside the microbatch, before its own")
+        self._spoiled = "a backward runs inside the microbatch, before its own"
 
     def written(self, tensors: list[torch.Tensor]) -> None:
         self._ledger.void(tensors)
@@ -162,7 +161,7 @@ class TapeWatch(CallObserver):
             self._look(self._position - 1, tensors[0])
         for number, tensor in found.items():
             self._check_kind(self._open.pop(number), tensor)
-            self._assign(tensor, number)
+            self._enter(tensor, number)
         written = self._ledger.accept_writes(tensors_in((args, kwargs)))
         if not set(written) <= set(entry.mutates):
             self._spoiled = f"tensors share memory that did not when it was proved, at {entry.where}"
@@ -176,6 +175,12 @@ class TapeWatch(CallObserver):
     def _item(self, number: int) -> Any:
         _require(number in self._items)
         return self._items[number]
+
+    def _enter(self, tensor: torch.Tensor, number: int) -> None:
+        """A leaf of the tape turned out to be `tensor`. `entrances`: where gradient would come to such leaves."""
+        if number in self._wrt and tensor.requires_grad:
+            self.entrances.append(get_gradient_edge(tensor))
+        self._assign(tensor, number)
 
     def _assign(self, tensor: torch.Tensor, number: int) -> None:
         self._ledger.assign(tensor, number)

@@ -21,6 +21,7 @@ from gradprune.megatron.grad_sync import GradSync
 from gradprune.megatron.settings import module_reasons_against, reasons_against
 from gradprune.megatron.stages import Stages
 from gradprune.planner import StepPlan
+from gradprune.schedule import Forward
 
 _PLANS_REMEMBERED = 8
 
@@ -110,6 +111,9 @@ class Attachment:
 
     def stage_inputs(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
         return self._stages.inputs(model)
+
+    def forward(self, model: torch.nn.Module) -> Forward:
+        return self._stages.forward(model)
 
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         return self._stages.dead_forward(model)

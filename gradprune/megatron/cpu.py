@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradprune.megatron.patching import replaced
+from gradprune.patching import replaced
 
 CPU = torch.device("cpu")
 _CUDA_TYPE_NAMES = {

@@ -10,11 +10,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import get_attr_wrapped_model
 
 from gradprune.errors import PruneError
-from gradprune.megatron.patching import replaced
+from gradprune.patching import replaced
+from gradprune.schedule import Forward
 
 
 class Stages:
@@ -40,6 +42,25 @@ class Stages:
         """What the stage of `model` received, and the stage before waits for the gradient of."""
         received = self._received[self._index(model)]
         return [tensor for tensor in received if tensor is not None and tensor.requires_grad]
+
+    def forward(self, model: torch.nn.Module) -> Forward:
+        """See `gradprune.schedule.Schedule`."""
+        index = self._index(model)
+        owner, received = self._owners[index], list(self._received[index])
+        deferred, states = len(_deferred_activations(owner)), get_cuda_rng_tracker().get_states()
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            tracker = get_cuda_rng_tracker()
+            now, waiting = tracker.get_states(), list(self._received[index])
+            tracker.set_states(states)
+            try:
+                with _receiving(owner, received, waiting):
+                    yield
+            finally:
+                tracker.set_states(now)
+
+        return Forward(_receiving(owner, received, received), again, lambda: _forget_activations(owner, deferred))
 
     @contextmanager
     def dead_forward(self, model: torch.nn.Module) -> Iterator[Sequence[torch.Tensor]]:
@@ -72,6 +93,21 @@ class Stages:
             f"the {type(owner).__name__} that the step was called with is not one of the attached model chunks: pass "
             "gradprune.megatron.attach every chunk that is trained"
         )
+
+
+@contextmanager
+def _receiving(
+    owner: Any, tensors: Sequence[torch.Tensor | None], after: Sequence[torch.Tensor | None]
+) -> Iterator[None]:
+    """`owner` reads `tensors` as a stage's input, or rather aliases of them: recomputation that distributes saved
+    activations cuts its argument to pieces. Afterwards it holds `after`."""
+    if tensors:
+        owner.set_input_tensor([None if tensor is None else tensor.view_as(tensor) for tensor in tensors])
+    try:
+        yield
+    finally:
+        if tensors:
+            owner.set_input_tensor(list(after))
 
 
 def _owner(model: torch.nn.Module) -> Any:

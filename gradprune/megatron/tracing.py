@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradprune.megatron.patching import replaced
+from gradprune.patching import replaced
 
 
 @contextmanager

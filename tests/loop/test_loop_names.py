@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 import gradprune
-from gradprune.loop_names import bound_names, carried_names, changed_names, needed_names, read_names
+from gradprune.loop_names import bound_names, changed_names, needed_names, read_names
 from tests.loop import shapes
 
 
@@ -54,7 +54,7 @@ def test_changed_names(text: str, changed: str) -> None:
     assert changed_names(parse(text)[0]) == set(changed.split())
 
 
-def test_needed_and_carried_names() -> None:
+def test_needed_names() -> None:
     region = parse(
         """
         count += 1
@@ -68,17 +68,17 @@ def test_needed_and_carried_names() -> None:
     )
     # The scale is bound only on one branch: its value from before may be read.
     assert needed_names(region) == ["autocast", "batch", "count", "f", "limit", "model", "scale", "total"]
-    assert carried_names(region) == ["count", "scale", "total"]
 
 
 def region_of(name: str) -> str:
-    """The lines of the rewritten shape from the one that opens the microbatch to the one that asks for another."""
+    """The lines of the rewritten shape from the one that opens the microbatch to the end of its block."""
     shape = shapes.SHAPES[name]
     text = gradprune.grpo_loop(shape.zero, strict=True)(shape.loop).gradprune_source
     lines = textwrap.dedent(text).splitlines()
     opening = next(index for index, line in enumerate(lines) if "with _gradprune.microbatch" in line)
-    closing = next(index for index, line in enumerate(lines) if "if _microbatch.again" in line)
-    return "\n".join(lines[opening - 1 : closing])
+    indent = len(lines[opening]) - len(lines[opening].lstrip())
+    body = (index for index, line in enumerate(lines) if index > opening and not line.startswith(" " * (indent + 1)))
+    return "\n".join(lines[opening - 1 : next(body, len(lines))])
 
 
 def test_region_starts_after_the_factors() -> None:

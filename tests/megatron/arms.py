@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 import gradprune
 import gradprune.megatron
-from gradprune.megatron.patching import replaced
+from gradprune.patching import replaced
 from tests.megatron.layouts import LENGTH, MICROBATCHES, ROWS, Layout, Trainee, build, make_batches, make_forward_step
 
 Dead = list[list[set[int]]]

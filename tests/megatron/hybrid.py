@@ -18,7 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from gradprune.megatron.patching import replaced
+from gradprune.patching import replaced
 from tests.megatron.attention import PlainAttention
 
 ATTENTION = ModuleSpec(

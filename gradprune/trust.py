@@ -1,0 +1,137 @@
+"""What only a real backward shows of a model: that it adds no gradient of its own, and that it writes no buffer.
+
+A proof of the loss sees neither an autograd.Function inside the model that injects gradient, such as a router's
+auxiliary loss, nor that recomputation under a checkpoint updates the statistics of a batch norm a second time. Where a
+model holds a Function that is not known, or recomputes and has buffers, its first dead microbatch runs in full: the
+*trial*.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from gradprune.dead import largest
+from gradprune.graphs import Arrivals, Reach
+from gradprune.guard import Arriving, magnitude
+from gradprune.proofs import Proof
+
+
+class Trust:
+    """The trials of one step and their outcomes."""
+
+    def __init__(self) -> None:
+        self._functions: set[type] = set()
+        self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
+        self._unsure: weakref.WeakSet[Proof] = weakref.WeakSet()
+        self._running: list[Trial] = []
+        self._objections: dict[Hashable, str] = {}
+
+    def asks(self, proof: Proof, reach: Reach, recomputes: bool) -> bool:
+        """Whether a microbatch that was proved and reaches `reach` must be tried first. recomputes: it has buffers, and
+        its backward will run parts of its forward again."""
+        asks = bool(reach.functions - self._functions) or ((recomputes or reach.hidden) and proof not in self._proofs)
+        if asks:
+            self._unsure.add(proof)
+        return asks
+
+    def sure(self, proof: Proof) -> bool:
+        """Whether no trial of this proof is outstanding."""
+        return proof not in self._unsure
+
+    def try_out(
+        self, family: Hashable, proof: Proof, reach: Reach, loss: torch.Tensor, buffers: Iterable[torch.Tensor]
+    ) -> Trial:
+        """Watch the coming backward of `loss`, of a microbatch that runs live."""
+        trial = Trial(family, proof, reach, list(buffers))
+        trial.arrivals.listen(loss, trial.heard)
+        loss.register_hook(trial.begins)
+        self._running.append(trial)
+        return trial
+
+    def objection(self, family: Hashable) -> str | None:
+        """Why a microbatch of this family may not be pruned, as far as trials have told."""
+        if family in self._objections:
+            return self._objections[family]
+        if any(trial.family == family for trial in self._running):
+            return "what the trial of its proof found has not arrived from the device"
+        return None
+
+    def settled(self) -> bool:
+        """Whether no trial is outstanding or failed."""
+        return not self._unsure and not self._objections
+
+    def settle(self) -> str | None:
+        """Judge the trials whose backward is over, without waiting for a device: an objection that is new, or None."""
+        found = None
+        for trial in list(self._running):
+            numbers = trial.numbers()
+            if numbers is None:
+                continue
+            self._running.remove(trial)
+            found = self._judge(trial, *numbers) or found
+        return found
+
+    def _judge(self, trial: Trial, gradient: float, written: float) -> str | None:
+        if math.isnan(gradient) or math.isinf(gradient):
+            return None  # a side condition failed, or no backward came: try again
+        objection = None
+        if gradient != 0:
+            names = ", ".join(sorted(f"{kind.__module__}.{_name(kind)}" for kind in trial.reach.functions))
+            objection = f"a gradient of {gradient:g} is made inside the model although the loss sends none" + (
+                f", by one of: {names}" if names else ""
+            )
+        elif written:
+            objection = "its backward writes to buffers of the model, as recomputation under a checkpoint does"
+        if objection is not None:
+            self._objections[trial.family] = objection
+            return objection
+        self._functions |= trial.reach.functions
+        self._proofs.add(trial.proof)
+        self._unsure.discard(trial.proof)
+        return None
+
+
+def _name(kind: type) -> str:
+    function: Any = getattr(kind, "_forward_cls", kind)
+    return str(function.__qualname__)
+
+
+class Trial:
+    """One live microbatch whose gradients should all be zero."""
+
+    def __init__(self, family: Hashable, proof: Proof, reach: Reach, buffers: Sequence[torch.Tensor]) -> None:
+        self.family, self.proof, self.reach = family, proof, reach
+        self.arrivals = Arrivals(reach.leaves)
+        self._buffers = buffers
+        self._before: list[torch.Tensor] = []
+        self._sizes: list[torch.Tensor] = []
+        self._arriving: Arriving | None = None
+
+    def heard(self, gradient: torch.Tensor) -> None:
+        self._sizes.append(magnitude(gradient))
+
+    def begins(self, cotangent: torch.Tensor) -> None:
+        self._before = [buffer.clone() for buffer in self._buffers]
+        torch.autograd.Variable._execution_engine.queue_callback(self._ends)
+
+    def _ends(self) -> None:
+        if not self._sizes or self._arriving is not None:
+            return
+        written = [(buffer != before).any().float() for buffer, before in zip(self._buffers, self._before)]
+        gradient = largest(self._sizes)
+        flags = largest([flag.to(gradient.device) for flag in written]) if written else torch.zeros_like(gradient)
+        self._arriving = Arriving(torch.stack([gradient, flags]))
+        self._sizes, self._before = [], []
+
+    def numbers(self) -> tuple[float, float] | None:
+        """Largest gradient, and whether a buffer was written; NaN where no backward came; None if not arrived."""
+        self.arrivals.close()
+        if self._arriving is None:
+            return math.nan, 0.0
+        values = self._arriving.values()
+        return None if values is None else (values[0], values[1])
