@@ -93,6 +93,8 @@ class WatchedRun:
         proof = pruner.prove(microbatch, self._observed, loss)
         if isinstance(proof, Refusal) or isinstance(proof.verdict, Refusal):
             return self._refuse(output, proof if isinstance(proof, Refusal) else proof.verdict)
+        if not microbatch.known.still_holds():
+            return self._run_live(output, CHANGED)
         reach = self._observed.reach(loss)
         audited = pruner.audited()
         if proof.hidden is not None and (audited or not proof.hidden.complete):
@@ -105,7 +107,7 @@ class WatchedRun:
             return self._run_live(output, "observed for its proof, while the stage before waits for its gradient")
         entrances = self._observed.entrances()
         delivery = pruner.delivery(microbatch, reach.leaves)
-        asked = [*entrances, *(reach.leaves if audited else ())]
+        asked: list[Any] = [*entrances, *(reach.leaves if audited else ())]
         kept = self._observed.shares_graph
         gradients = torch.autograd.grad(loss, asked, allow_unused=True, retain_graph=kept)
         for gradient in gradients[: len(entrances)]:
@@ -167,6 +169,8 @@ class PrunedRun:
         """The output for the caller; what runs live after all computes its activations when its backward comes."""
         pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
         difference = self._dead.difference(loss)
+        if difference is None and not microbatch.known.still_holds():
+            difference = CHANGED
         if difference is None and not loss.requires_grad:
             difference = "its loss has no graph"
         if difference is not None:
@@ -187,6 +191,7 @@ class PrunedRun:
 
     def give_up(self, output: Any, why: str) -> Any:
         """Go on as a live microbatch."""
+        self._dead.went_live()
         self._pruner.note(self._microbatch, Live(why))
         return output
 
@@ -199,6 +204,7 @@ class PrunedRun:
 
 Run = LiveRun | WatchedRun | PrunedRun
 
+CHANGED = "the factors were written to while the step ran"
 TRIAL = "in full, on trial: what the model does in its backward is not known from its graph"
 
 

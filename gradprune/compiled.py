@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradprune.attempts import replaced
+from gradprune.attempts import TRIAL, replaced
 from gradprune.facts import Dead, Live, Refusal
 from gradprune.graphs import Arrivals
 from gradprune.guard import magnitude
@@ -61,6 +61,8 @@ class CompiledRun:
             way = Live(reason)
         if isinstance(way, Live):
             return self._live(call, way)
+        if not pruner.trust.sure(way) and not pruner.audited():
+            return self._try_out(call, way)
         return self._audit(call, way) if pruner.audited() else self._dead(call, way)
 
     def _live(self, call: Call, why: Live) -> Any:
@@ -82,6 +84,13 @@ class CompiledRun:
         self._pruner.hear(self._microbatch, Arrivals(proof.parameters()), loss_of(output))
         return output
 
+    def _try_out(self, call: Call, proof: Proof) -> Any:
+        output = call()
+        reach = self._pruner.trust.unsure[proof]
+        self._pruner.try_out(self._microbatch, proof, reach, loss_of(output))
+        self._pruner.note(self._microbatch, Live(TRIAL))
+        return output
+
     def _probe(self, call: Call) -> Live | Proof:
         """Run the step eagerly, look at what it computes, and leave no trace of it."""
         pruner, microbatch = self._pruner, self._microbatch
@@ -92,6 +101,8 @@ class CompiledRun:
             with torch.compiler.set_stance("force_eager"), observed.segment():
                 loss = loss_of(call())
             proof = pruner.prove(microbatch, observed, loss)
+            if isinstance(proof, Proof) and proof.verdict:
+                pruner.trust.asks(proof, observed.reach(loss), observed.recomputes())
         finally:
             random.restore()
             for buffer, value in buffers:

@@ -28,22 +28,26 @@ class Reach:
 
 
 def reach_of(loss: torch.Tensor, entrances: Iterable[GradientEdge]) -> Reach:
-    """Walk the graph of `loss`, and of the model behind `entrances`: about a microsecond a node."""
+    """Walk the graph of `loss`, and that of the model behind those of `entrances` that it comes to: about a microsecond
+    a node."""
     found: dict[int, torch.Tensor] = {}
+    gates: dict[Any, bool] = dict.fromkeys((edge.node for edge in entrances), False)
     seen: set[Any] = set()
-    kinds = _walk([edge.node for edge in entrances], seen, found)
-    inside = frozenset(kind for kind in kinds if not _is_linear(kind))
-    kinds |= _walk([loss.grad_fn], seen, found)
-    hidden = any(kind.__name__ == "CheckpointFunctionBackward" for kind in kinds)
-    return Reach(tuple(found.values()), hidden, inside)
+    outside = _walk([loss.grad_fn], gates, seen, found)
+    inside = _walk([node for node, met in gates.items() if met], {}, seen, found)
+    hidden = any(kind.__name__ == "CheckpointFunctionBackward" for kind in inside | outside)
+    return Reach(tuple(found.values()), hidden, frozenset(kind for kind in inside if not _is_linear(kind)))
 
 
-def _walk(todo: list[Any], seen: set[Any], found: dict[int, torch.Tensor]) -> set[type]:
-    """The kinds of node from `todo` on that were not `seen`; leaves go into `found`."""
+def _walk(todo: list[Any], gates: dict[Any, bool], seen: set[Any], found: dict[int, torch.Tensor]) -> set[type]:
+    """The kinds of node from `todo` on, as far as `gates`, which it marks; leaves go into `found`."""
     kinds: set[type] = set()
     while todo:
         node = todo.pop()
         if node is None or node in seen:
+            continue
+        if node in gates:
+            gates[node] = True
             continue
         seen.add(node)
         kinds.add(type(node))

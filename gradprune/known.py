@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +20,19 @@ from gradprune.trees import lookup
 class Known:
     """holds: the hypothesis is true of this microbatch, as far as the CPU can tell; `reason` says who says so.
 
-    unchecked: factors on a device, aligned, whose product the device itself must find zero.
+    unchecked: factors on a device, aligned, whose product the device itself must find zero. checked: factors on the
+    CPU, by name, whose product is zero.
     """
 
     holds: bool
     reason: str
     plan: PlannedMicrobatch | None = None
     unchecked: tuple[torch.Tensor, ...] = ()
+    checked: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def still_holds(self) -> bool:
+        """Whether the factors that were checked are as they were: NumPy writes to a tensor without a torch call."""
+        return not self.checked or bool(zero_rows(self.checked).all())
 
     def residue(self) -> torch.Tensor | None:
         """Largest absolute value of the product of the factors, on their device; None if the CPU has checked it."""
@@ -75,7 +81,8 @@ def _on_cpu(factors: dict[str, torch.Tensor], plan: PlannedMicrobatch | None) ->
         return Known(False, "the microbatch is empty", plan)
     rows = zero_rows(factors)
     if rows.all():
-        return Known(True, plan.reason if plan else f"{product} == 0 at every position", plan)
+        reason = plan.reason if plan else f"{product} == 0 at every position"
+        return Known(True, reason, plan, checked=factors)
     if plan is None:
         return Known(False, f"{product} != 0 in row {int(rows.argmin())}")
     raise StalePlanError(

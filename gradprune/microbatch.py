@@ -55,7 +55,7 @@ class Microbatch:
         return BatchShape.of(self.named.values(), program=(modes, tuple(self.named)))
 
     def buffers(self) -> list[torch.Tensor]:
-        return [buffer for model in self.models.values() for buffer in model.buffers()]
+        return [buffer for model in self.models.values() for _, buffer in model.named_buffers()]
 
     @property
     def about(self) -> str:

@@ -147,6 +147,8 @@ class Pruner:
         """The proof of what `run` computed, known or new; a Refusal where it cannot be put to the proof."""
         try:
             tape, tensors = run.tape(loss)
+            if not any(leaf.role == "wrt" for leaf in tape.leaves):
+                raise TraceError("the loss reaches nothing that the model returned with a gradient")
         except TraceError as error:
             where: Any = error.where
             return Refusal(self.policy.hypothesis, (), (Reason("untraceable", str(error), where),), self._name)
@@ -211,7 +213,9 @@ class Pruner:
 
     def try_out(self, microbatch: Microbatch, proof: Proof, reach: Reach, loss: torch.Tensor) -> Trial:
         """Watch the coming backward of a microbatch that was proved dead and runs in full all the same."""
-        return self.trust.try_out(microbatch.family, proof, reach, loss, microbatch.buffers())
+        kept = {id(buffer) for model in microbatch.models.values() for buffer in self.schedule.kept_buffers(model)}
+        buffers = [buffer for buffer in microbatch.buffers() if id(buffer) not in kept]
+        return self.trust.try_out(microbatch.family, proof, reach, loss, buffers)
 
     def _settle_trials(self) -> None:
         if (objection := self.trust.settle()) is not None:

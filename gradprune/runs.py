@@ -196,6 +196,11 @@ class DeadRun:
         for scheduled in self._forwards:
             scheduled.dead()
 
+    def went_live(self) -> None:
+        """A backward will come."""
+        for scheduled in self._forwards:
+            scheduled.live()
+
     def _look(self, entry: int, result: torch.Tensor) -> None:
         for condition in self._proof.checks.entries.get(entry, ()):
             self._failed(condition, failure(condition, result.detach()))

@@ -28,12 +28,13 @@ class Forward:
     """What surrounds one forward whose microbatch may turn out dead.
 
     first: open while it runs. again: opens while it is computed again, for a backward that comes after all: puts back
-    what it reads besides its arguments. dead: to be called if no backward will come.
+    what it reads besides its arguments. dead: to be called if no backward will come. live: to be called if one will.
     """
 
     first: AbstractContextManager[Any] = field(default_factory=nullcontext)
     again: Callable[[], AbstractContextManager[Any]] = nullcontext
     dead: Callable[[], None] = _nothing
+    live: Callable[[], None] = _nothing
 
 
 class Schedule(Protocol):
@@ -60,6 +61,9 @@ class Schedule(Protocol):
 
     def forward(self, model: torch.nn.Module) -> Forward:
         """For a forward through `model`, which computes the loss, that is about to begin."""
+
+    def kept_buffers(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
+        """Buffers that recomputation in a backward writes, and `forward` keeps right for a microbatch without one."""
 
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         """Open around the forward of a dead microbatch through `model`, which computes no loss, under no_grad.
@@ -94,6 +98,9 @@ class _NoSchedule:
 
     def forward(self, model: torch.nn.Module) -> Forward:
         return Forward()
+
+    def kept_buffers(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
+        return ()
 
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         return nullcontext(())

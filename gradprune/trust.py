@@ -22,12 +22,12 @@ from gradprune.proofs import Proof
 
 
 class Trust:
-    """The trials of one step and their outcomes."""
+    """The trials of one step and their outcomes. unsure: proofs that wait for one, and what their runs reached."""
 
     def __init__(self) -> None:
         self._functions: set[type] = set()
         self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
-        self._unsure: weakref.WeakSet[Proof] = weakref.WeakSet()
+        self.unsure: weakref.WeakKeyDictionary[Proof, Reach] = weakref.WeakKeyDictionary()
         self._running: list[Trial] = []
         self._objections: dict[Hashable, str] = {}
 
@@ -36,12 +36,12 @@ class Trust:
         its backward will run parts of its forward again."""
         asks = bool(reach.functions - self._functions) or ((recomputes or reach.hidden) and proof not in self._proofs)
         if asks:
-            self._unsure.add(proof)
+            self.unsure[proof] = reach
         return asks
 
     def sure(self, proof: Proof) -> bool:
         """Whether no trial of this proof is outstanding."""
-        return proof not in self._unsure
+        return proof not in self.unsure
 
     def try_out(
         self, family: Hashable, proof: Proof, reach: Reach, loss: torch.Tensor, buffers: Iterable[torch.Tensor]
@@ -63,7 +63,7 @@ class Trust:
 
     def settled(self) -> bool:
         """Whether no trial is outstanding or failed."""
-        return not self._unsure and not self._objections
+        return not self.unsure and not self._objections
 
     def settle(self) -> str | None:
         """Judge the trials whose backward is over, without waiting for a device: an objection that is new, or None."""
@@ -92,7 +92,7 @@ class Trust:
             return objection
         self._functions |= trial.reach.functions
         self._proofs.add(trial.proof)
-        self._unsure.discard(trial.proof)
+        self.unsure.pop(trial.proof, None)
         return None
 
 

@@ -45,7 +45,8 @@ class TapeWatch(CallObserver):
         self._items: dict[int, Any] = {}
         self._trial: dict[int, Any] = {}
         self._free = {leaf.number for leaf in tape.leaves if leaf.name.startswith(NUMBER)}
-        self._position = 0
+        self._position = self._written = 0
+        self._passed: dict[Any, list[int]] = {}
         self._spoiled: str | None = None
         self.entrances: list[GradientEdge] = []
 
@@ -84,6 +85,9 @@ class TapeWatch(CallObserver):
                 self._items[number] = result
         elif entry is not None and found is not None:
             self._advance(entry, found, result, args, kwargs)
+        elif (same := self._again(func, args, kwargs)) is not None:
+            for number, tensor in zip(same.results, tensors_in(result)):
+                self._assign(tensor, number)
         elif name in _REWIRING and name != "__setitem__" and any(map(self._is_known, tensors_in((args, kwargs)))):
             self._spoiled = f"it called {name} on a tensor of the loss"
         return result
@@ -97,6 +101,17 @@ class TapeWatch(CallObserver):
     def _next(self) -> Entry | None:
         entries = self._tape.entries
         return entries[self._position] if self._position < len(entries) else None
+
+    def _again(self, func: Any, args: Any, kwargs: Any) -> Entry | None:
+        """The entry that this call makes a second time, of operands that were not written to since.
+
+        A step that computes the same thing for a metric and for the loss may give either to the tape.
+        """
+        for index in self._passed.get(func, ()):
+            entry = self._tape.entries[index]
+            if index >= self._written and not entry.mutates and self._fit(entry, func, args, kwargs) == {}:
+                return entry
+        return None
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return self._ledger.ever(tensor) is not None
@@ -153,7 +168,10 @@ class TapeWatch(CallObserver):
         _require(actual == number)
 
     def _advance(self, entry: Entry, found: dict[int, torch.Tensor], result: Any, args: Any, kwargs: Any) -> None:
+        self._passed.setdefault(entry.function, []).append(self._position)
         self._position += 1
+        if entry.mutates:
+            self._written = self._position
         self._free.difference_update(self._trial)
         self._items.update(self._trial)
         tensors = tensors_in(result)

@@ -115,6 +115,9 @@ class Attachment:
     def forward(self, model: torch.nn.Module) -> Forward:
         return self._stages.forward(model)
 
+    def kept_buffers(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
+        return self._stages.kept_buffers(model)
+
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         return self._stages.dead_forward(model)
 

@@ -48,6 +48,7 @@ class Stages:
         index = self._index(model)
         owner, received = self._owners[index], list(self._received[index])
         deferred, states = len(_deferred_activations(owner)), get_cuda_rng_tracker().get_states()
+        counting = _Counting(self._routers[index])
 
         @contextmanager
         def again() -> Iterator[None]:
@@ -60,7 +61,16 @@ class Stages:
             finally:
                 tracker.set_states(now)
 
-        return Forward(_receiving(owner, received, received), again, lambda: _forget_activations(owner, deferred))
+        @contextmanager
+        def first() -> Iterator[None]:
+            with _receiving(owner, received, received), counting.forced():
+                yield
+
+        return Forward(first(), again, lambda: _forget_activations(owner, deferred), counting.undo)
+
+    def kept_buffers(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """See `gradprune.schedule.Schedule`."""
+        return [tokens for router in self._routers[self._index(model)] if (tokens := _tokens(router)) is not None]
 
     @contextmanager
     def dead_forward(self, model: torch.nn.Module) -> Iterator[Sequence[torch.Tensor]]:
@@ -68,13 +78,9 @@ class Stages:
         index = self._index(model)
         owner, received, waited_for = self._owners[index], self._received[index], self.inputs(model)
         with ExitStack() as stack:
-            for router in self._routers[index]:
-                stack.enter_context(replaced(router, "routing", _with_grad(router.routing)))
+            stack.enter_context(_Counting(self._routers[index]).forced())
             stack.callback(_forget_activations, owner, len(_deferred_activations(owner)))
-            if received:
-                # Recomputation that distributes saved activations cuts its argument to pieces: let it be an alias.
-                owner.set_input_tensor([None if tensor is None else tensor.detach() for tensor in received])
-                stack.callback(owner.set_input_tensor, list(received))
+            stack.enter_context(_receiving(owner, received, received))
             yield waited_for
 
     def _receiving(self, index: int, receive: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -119,14 +125,44 @@ def _routers(owner: torch.nn.Module) -> list[Any]:
     return [module for module in owner.modules() if isinstance(module, TopKRouter)]
 
 
-def _with_grad(routing: Callable[..., Any]) -> Callable[..., Any]:
-    """Routers count tokens for their expert bias, and sort their top k, only while gradients are on."""
+def _tokens(router: Any) -> torch.Tensor | None:
+    """The buffer in which a router counts its tokens, if it does."""
+    return getattr(router, "local_tokens_per_expert", None)
 
-    def routed(*args: Any, **kwargs: Any) -> Any:
-        with torch.enable_grad():
-            return routing(*args, **kwargs)
 
-    return routed
+class _Counting:
+    """Routers count tokens for their expert bias, and sort their top k, only while gradients are on: not in a forward
+    under no_grad, nor in one that a checkpoint will run again in the backward, where they count."""
+
+    def __init__(self, routers: Sequence[Any]) -> None:
+        self._routers = routers
+        self._before: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def forced(self) -> Iterator[None]:
+        """Routers count in any case."""
+        with ExitStack() as stack:
+            for router in self._routers:
+                stack.enter_context(replaced(router, "routing", self._with_grad(router, router.routing)))
+            yield
+
+    def undo(self) -> None:
+        """Take back what would not have been counted."""
+        for router in self._routers:
+            if id(router) in self._before:
+                tokens = _tokens(router)
+                assert tokens is not None
+                tokens.data.copy_(self._before[id(router)])
+
+    def _with_grad(self, router: Any, routing: Callable[..., Any]) -> Callable[..., Any]:
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            tokens = _tokens(router)
+            if not torch.is_grad_enabled() and tokens is not None:
+                self._before.setdefault(id(router), tokens.clone())
+            with torch.enable_grad():
+                return routing(*args, **kwargs)
+
+        return routed
 
 
 def _deferred_activations(owner: Any) -> list[torch.Tensor]:

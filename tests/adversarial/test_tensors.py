@@ -86,13 +86,97 @@ class NoiseOnLogits(Scenario):
         return policy_loss(token_logps(logits, batch["ids"]), batch)
 
 
-PRUNED = (InferenceMode, MaskOfTwoKinds)
+class Tagged(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+class SubclassInBatch(Scenario):
+    updates = MIXED
+
+    def batch(self, letter: str, seed: int) -> Batch:
+        return {name: value.as_subclass(Tagged) for name, value in super().batch(letter, seed).items()}
+
+
+class WrittenByNumpy(Scenario):
+    updates = MIXED
+
+    def step(self, model: Any, batch: Batch) -> Any:
+        logits = model(batch["ids"])
+        batch["adv"].numpy()[:] += 0.5
+        return policy_loss(token_logps(logits, batch["ids"]), batch)
+
+
+class WrittenByNumpyNowAndThen(WrittenByNumpy):
+    calls = 0
+
+    def step(self, model: Any, batch: Batch) -> Any:
+        self.calls += 1
+        return super().step(model, batch) if self.calls % 3 == 0 else self.loss(model, batch)
+
+
+class WrittenByNumpyManyOutputs(WrittenByNumpyNowAndThen):
+    def model(self) -> torch.nn.Module:
+        model = TinyModel()
+        model.head = torch.nn.Linear(8, 200)
+        return model
+
+
+class AliasOfLoss(Scenario):
+    updates = MIXED
+
+    def step(self, model: Any, batch: Batch) -> Any:
+        loss = self.loss(model, batch)
+        return loss, loss.view(1)
+
+    def backward(self, output: Any, share: int) -> torch.Tensor:
+        (output[1].sum() / share).backward()
+        return output[0]
+
+
+class HookOnOutput(Scenario):
+    """A user's hook on the outermost module, which doubles what comes back."""
+
+    updates = MIXED
+
+    def model(self) -> torch.nn.Module:
+        model = TinyModel()
+        model.register_forward_hook(lambda module, args, output: output.register_hook(lambda g: 2 * g) and None)
+        return model
+
+
+class SameForMetric(Scenario):
+    """A metric is computed as the loss is, before it."""
+
+    updates = MIXED
+
+    def step(self, model: Any, batch: Batch) -> Any:
+        logp = token_logps(model(batch["ids"]), batch["ids"])
+        metric = policy_loss(logp, batch)
+        return policy_loss(logp, batch), {"loss": metric.detach()}
+
+
+class LossInPlace(Scenario):
+    updates = MIXED
+
+    def step(self, model: Any, batch: Batch) -> Any:
+        loss = self.loss(model, batch)
+        loss.mul_(0.5)
+        return loss
+
+
+PRUNED = (InferenceMode, MaskOfTwoKinds, HookOnOutput, SameForMetric, LossInPlace)
+EQUAL = (SubclassInBatch, WrittenByNumpy, WrittenByNumpyNowAndThen, WrittenByNumpyManyOutputs, AliasOfLoss)
 LIVE = (WrittenThroughData, RowsAsManyAsTokens, ChosenByZeroAdvantage, AuxiliaryLoss, NoiseOnLogits)
 
 
 @pytest.mark.parametrize("scenario", PRUNED, ids=lambda scenario: scenario.__name__)
 def test_prunes(scenario):
     assert assert_same_training(scenario) == "".join(scenario.updates)
+
+
+@pytest.mark.parametrize("scenario", EQUAL, ids=lambda scenario: scenario.__name__)
+def test_trains_alike(scenario):
+    assert_same_training(scenario)
 
 
 @pytest.mark.parametrize("scenario", LIVE, ids=lambda scenario: scenario.__name__)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 import gradprune
 import gradprune.megatron
+from gradprune.megatron import stages
 from gradprune.patching import replaced
+from gradprune.trust import Trust
 from tests.megatron.layouts import LENGTH, MICROBATCHES, ROWS, Layout, Trainee, build, make_batches, make_forward_step
 
 Dead = list[list[set[int]]]
@@ -235,11 +237,7 @@ def _without_stage_gradient(schedule: Any, stack: ExitStack) -> None:
 
 
 def _without_input_alias(schedule: Any, stack: ExitStack) -> None:
-    @contextmanager
-    def dead_forward(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-        yield schedule._stages.inputs(model)
-
-    stack.enter_context(replaced(schedule._stages, "dead_forward", dead_forward))
+    stack.enter_context(replaced(stages, "_receiving", lambda owner, tensors, after: nullcontext()))
 
 
 def _without_router_counts(schedule: Any, stack: ExitStack) -> None:
@@ -255,6 +253,10 @@ def _without_refusal(schedule: Any, stack: ExitStack) -> None:
     stack.enter_context(replaced(schedule, "refusal", lambda: None))
 
 
+def _without_trial(schedule: Any, stack: ExitStack) -> None:
+    stack.enter_context(replaced(Trust, "asks", lambda *args, **kwargs: False))
+
+
 REMEDIES: dict[str, Callable[[Any, ExitStack], None]] = {
     "launch": _without_launch,
     "first live step": _without_first_live_step,
@@ -263,5 +265,6 @@ REMEDIES: dict[str, Callable[[Any, ExitStack], None]] = {
     "router counts": _without_router_counts,
     "agreement": _without_agreement,
     "refusal": _without_refusal,
+    "trial": _without_trial,
 }
 """Ways to leave out what `gradprune.megatron` does about one trap each."""

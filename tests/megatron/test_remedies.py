@@ -19,9 +19,9 @@ HANGS = {"Timeout", "RuntimeError", "DistBackendError"}
 LIMIT = 30.0
 
 DP_OVERLAP = Layout("DP2, overlap", 2, ddp=OVERLAP)
-PIPELINE = Layout("PP2", 2, pp=2)
+PIPELINE = Layout("PP2, VPP2", 2, pp=2, vpp=2)
 EP = Layout("EP2", 2, ep=2, config=EXPERTS)
-EP_BIAS = Layout("EP2, expert bias", 2, ep=2, config=EXPERT_BIAS)
+STAGE_WITH_BIAS = Layout("PP2, expert bias", 2, pp=2, config=EXPERT_BIAS)
 SAVED = Layout(
     "TP2, PP2, saved activations distributed", 4, tp=2, pp=2, config={**FULL, "distribute_saved_activations": True}
 )
@@ -37,19 +37,33 @@ def test_needs_launch_of_reductions(worlds):
 
 @pytest.mark.timeout(120)
 def test_needs_router_counts(worlds):
-    dead = parse_dead("0,1|0,1;2|2")
-    outcomes = worlds(2).run(compare_arms, EP_BIAS, dead, ("router counts",), limit=LIMIT)
-    for outcome in outcomes:
-        assert any("expert_bias" in name for name in outcome.differences)
-        # Of the first step only the loads differ, not the gradients: it is the next steps that route otherwise.
-        assert not any("step 0 main_grad" in name for name in outcome.differences)
+    dead = parse_dead("0,1;0,1,2;0,1,2")
+    check(STAGE_WITH_BIAS, dead, worlds(2).run(compare_arms, STAGE_WITH_BIAS, dead))
+    outcomes = worlds(2).run(compare_arms, STAGE_WITH_BIAS, dead, ("router counts",), limit=LIMIT)
+    assert any("expert_bias" in name for name in outcomes[0].differences)
 
 
 @pytest.mark.timeout(120)
-def test_needs_refusal_of_auxiliary_loss(worlds):
+def test_needs_router_counts_of_recomputed_layers(worlds):
+    layout = Layout("experts, expert bias, full recompute", config={**EXPERT_BIAS, **FULL})
+    dead = parse_dead("0,1;0,1,2;0,1,2")
+    check(layout, dead, worlds(1).run(compare_arms, layout, dead))
+    (outcome,) = worlds(1).run(compare_arms, layout, dead, ("router counts", "trial"), limit=LIMIT)
+    assert any("expert_bias" in name for name in outcome.differences)
+
+
+@pytest.mark.timeout(120)
+def test_trial_finds_auxiliary_loss_without_its_refusal(worlds):
     layout = Layout("experts, auxiliary loss", config={**EXPERTS, "moe_aux_loss_coeff": 0.01})
-    dead = parse_dead("0,1;2")
-    (outcome,) = worlds(1).run(compare_arms, layout, dead, ("refusal",), limit=LIMIT)
+    (outcome,) = worlds(1).run(compare_arms, layout, parse_dead("0,1;2"), ("refusal",), limit=LIMIT)
+    assert not outcome.differences and outcome.dead == 0
+    assert any("MoEAuxLossAutoScaler" in reason for reason in outcome.reasons)
+
+
+@pytest.mark.timeout(120)
+def test_needs_refusal_or_trial_of_auxiliary_loss(worlds):
+    layout = Layout("experts, auxiliary loss", config={**EXPERTS, "moe_aux_loss_coeff": 0.01})
+    (outcome,) = worlds(1).run(compare_arms, layout, parse_dead("0,1;2"), ("refusal", "trial"), limit=LIMIT)
     assert any("step 0 main_grad" in name for name in outcome.differences)
 
 
@@ -108,5 +122,5 @@ def test_needs_refusal_of_every_router_loss(worlds, setting):
     layout = replace(Layout("experts"), config={**EXPERTS, **more})
     (kept,) = worlds(1).run(compare_arms, layout, parse_dead("0,1;2"), limit=LIMIT)
     assert not kept.differences and kept.dead == 0
-    (outcome,) = worlds(1).run(compare_arms, layout, parse_dead("0,1;2"), ("refusal",), limit=LIMIT)
+    (outcome,) = worlds(1).run(compare_arms, layout, parse_dead("0,1;2"), ("refusal", "trial"), limit=LIMIT)
     assert any("main_grad" in name for name in outcome.differences)

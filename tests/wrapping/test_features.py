@@ -166,7 +166,7 @@ CASES = {
     "gradients kept as zeros": Case(to_none=False),
     "clipping": Case(clip=True),
     "grad scaler and autocast": Case(step_with_autocast, scaler=True, clip=True),
-    "checkpoint": Case(model=partial(Policy, checkpointing="plain")),
+    "checkpoint": Case(model=partial(Policy, checkpointing="plain"), outcomes="lldd" + "lddd"),
     "reentrant checkpoint": Case(model=partial(Policy, checkpointing="reentrant"), outcomes="lldd" + "lddd"),
     "reentrant checkpoint, audited": Case(
         model=partial(Policy, checkpointing="reentrant"), outcomes="lldd" + "lddd", options={"audit": 1.0}
