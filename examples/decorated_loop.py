@@ -1,7 +1,7 @@
 """GRPO in plain PyTorch, and one decorator: a tiny policy learns to echo a digit.
 
 Most groups get equal rewards, at first because no sample is right and in the end because all are. Their microbatches
-have no gradient, and run without a graph. Run it: ``python examples/decorated_loop.py``
+have no gradient, and run without a backward. Run it: ``python examples/decorated_loop.py``
 """
 
 from __future__ import annotations

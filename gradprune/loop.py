@@ -34,7 +34,7 @@ def grpo_loop(
     allow_sync: bool = False,
     strict: bool = False,
 ) -> Callable[[F], F]:
-    """Decorate a function so that its loop over microbatches runs provably dead ones without a graph.
+    """Decorate a function so that its loop over microbatches runs provably dead ones without a backward.
 
     The loop is the one whose body calls ``.backward()``, of a tensor or of an engine that is given one. zero: product
     of expressions over the names in that body, ``"batch['advantages'] * batch['mask']"``: the very tensors that the

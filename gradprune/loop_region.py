@@ -59,7 +59,6 @@ def find_region(source: Source, roots: frozenset[str]) -> Region:
     block, start, stop = _locate(source, loop, calls, roots)
     region = Region(loop, block, start, stop, tuple(calls))
     _check_suspensions(source, region, roots)
-    _check_handlers(source, region)
     return region
 
 
@@ -216,7 +215,7 @@ def _holds(statement: ast.AST, call: ast.AST) -> bool:
 
 
 def _is_barrier(part: ast.AST, roots: frozenset[str]) -> bool:
-    """Whether the region must start after this: it may not run twice, or what it does is needed to decide."""
+    """Whether the region must start after this: it suspends, steps an optimizer, or is needed to decide."""
     return bool(changed_names(part) & roots) or any(_suspends(node) or _steps(node) for node in walk_here(part))
 
 
@@ -283,20 +282,3 @@ def _check_suspensions(source: Source, region: Region, roots: frozenset[str]) ->
             f"{region.calls[0].lineno}: a microbatch cannot be held open over that; move it behind the backward",
             source.line(pause),
         )
-
-
-def _check_handlers(source: Source, region: Region) -> None:
-    """Refuse handlers that would catch what takes a dead run back to its start."""
-    for statement in region.statements:
-        for node in walk_here(statement):
-            if not isinstance(node, ast.Try) or not any(
-                _holds(part, call) for part in node.body for call in region.calls
-            ):
-                continue
-            for handler in node.handlers:
-                caught = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-                if any(kind is None or ast.unparse(kind).endswith("BaseException") for kind in caught):
-                    raise LoopRefusal(
-                        "a handler around the backward catches every exception: let it catch Exception",
-                        source.line(handler),
-                    )

@@ -1,6 +1,6 @@
 """The Python values that a step can read: closures, globals, attributes, configuration. A cheap, incomplete watch.
 
-It is there to notice a change *before* a dead microbatch runs without a graph. What it misses is caught afterwards, by
+It is there to notice a change *before* a dead microbatch runs. What it misses is caught afterwards, by
 comparing the torch calls of the step with those of the proof.
 """
 

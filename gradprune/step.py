@@ -36,7 +36,7 @@ def compile(
     strict: bool = False,
     schedule: Schedule = no_schedule,
 ) -> PrunedStep:
-    """Wrap a training step so that provably dead microbatches run without a graph and without a backward.
+    """Wrap a training step so that provably dead microbatches keep no activations and have no backward.
 
     step: ``(model, batch, ...) -> loss``, or a tuple or mapping that starts with or holds the loss; or a Megatron
         ``forward_step(data_iterator, model, ...) -> (output_tensor, loss_func)``. The caller goes on to call

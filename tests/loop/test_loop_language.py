@@ -188,6 +188,19 @@ def test_cleanup() -> None:
     assert compare(with_cleanup, "dddl").outcomes.count("d") == 2
 
 
+def test_bare_handler() -> None:
+    def loop(t: Training) -> None:
+        for batch in t.batches:
+            try:
+                batch_loss(t.model, batch).backward()
+            except:
+                t.log.append("failed")
+                raise
+            t.optimizer.step()
+
+    assert compare(loop, "ddld").outcomes == "ddld"
+
+
 def test_hooks_and_modes_are_gone_after_exception() -> None:
     def loop(t: Training) -> None:
         for batch in t.batches:
