@@ -25,6 +25,18 @@ Compute = Callable[[str, "Call"], Any]
 Leave = Callable[[str, Any], Any]
 
 
+def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """As ``model.modules()``, in another order and, where it occurs twice, with repetition; several times as fast."""
+    found: list[torch.nn.Module] = []
+    todo: list[torch.nn.Module | None] = [model]
+    while todo:
+        module = todo.pop()
+        if module is not None:
+            found.append(module)
+            todo += module._modules.values()
+    return found
+
+
 def trainable_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules of `model` that own a parameter which requires grad, compiled ones not opened; outermost first."""
     found: list[torch.nn.Module] = []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gradprune.boundary import Call
+from gradprune.boundary import Call, modules_of
 from gradprune.modes import inside_checkpoint
 from gradprune.random_state import RandomState
 from gradprune.trees import leaves, map_tensors
@@ -62,7 +62,7 @@ class Lean:
     def _recomputing(self, model: torch.nn.Module, again: Reopen) -> Reopen:
         """A context for the recomputation of a forward of `model` that begins now."""
         random, before = RandomState(self._devices), [buffer.clone() for buffer in self._buffers]
-        training = [(module, module.training) for module in model.modules()]
+        training = [(module, module.training) for module in modules_of(model)]
 
         @contextmanager
         def context() -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from gradprune.boundary import Boundary, Call, float_leaves, trainable_modules
+from gradprune.boundary import Boundary, Call, float_leaves, modules_of, trainable_modules
 from gradprune.checks import failure
 from gradprune.facts import Condition, Verdict
 from gradprune.graphs import Arrivals, Reach, reach_of
@@ -248,7 +248,8 @@ def family(
     kinds = tuple((name, tensor.dim(), tensor.dtype, tensor.device.type) for name, tensor in named.items())
     autocast = tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     modes = tuple((name, id(model), model.training) for name, model in models.items())
-    parameters = tuple((id(p), p.requires_grad) for model in models.values() for p in model.parameters())
+    owners = (module._parameters.values() for model in models.values() for module in modules_of(model))
+    parameters = tuple((id(p), p.requires_grad) for owned in owners for p in owned if p is not None)
     return modes, parameters, autocast, kinds, constants
 
 
