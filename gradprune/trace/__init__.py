@@ -27,6 +27,7 @@ from gradprune.trace.capture import TraceMode
 from gradprune.trace.graphs import drop_unread, read_originals
 from gradprune.trace.shapes import BranchingShapeEnv, Sizes, symbolic_dims
 from gradprune.trace.standins import standing_in, symbolic_builtins
+from gradprune.trace.state import State
 from gradprune.trace.tracer import LineTracer, capturing
 from gradprune.trace.unknown import NeedsSymbolicBuiltins, Stopped, Unknown
 from gradprune.trees import leaves, loss_of, map_tensors
@@ -128,11 +129,15 @@ def _explore_paths(program: Program, max_paths: int, *, symbolic: bool) -> tuple
     done: list[JointGraph] = []
     raises: list[tuple[Any, ...]] = []
     tried = 0
+    state = State((program.function, *(value for _, value in program.arguments)))
     while pending:
         script = pending.pop()
         tried += 1
         shape_env = BranchingShapeEnv(script)
-        path = _trace_path(program, shape_env, symbolic=symbolic)
+        try:
+            path = _trace_path(program, shape_env, symbolic=symbolic)
+        finally:
+            state.restore()
         decisions = shape_env.decisions
         if tried == max_paths and (pending or len(decisions) > len(script)):
             message = f"the program takes more than {max_paths} paths that depend on data: take fewer decisions on data"

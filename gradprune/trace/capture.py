@@ -229,7 +229,11 @@ class TraceMode(CallRecorder):
 
     def _swap(self, value: Any, where: SourceLine | None) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if _is_ours(value) else self._swap_tensor(value, where)
+            if not _is_ours(value):
+                return self._swap_tensor(value, where)
+            if isinstance(value, FunctionalTensor) and not self._sizes.made(value):
+                raise Stopped(TraceError("the program keeps a tensor of a call before, out of reach of a trace", where))
+            return value
         if type(value) in (list, tuple) and value:
             return type(value)(self._swap(item, where) for item in value)
         if type(value) is dict and value:

@@ -12,6 +12,7 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanFunction
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -158,6 +159,10 @@ class Sizes:
             device = self._device if tensor.device.type == "meta" else tensor.device
             with self._mode:
                 return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=device)
+
+    def made(self, tensor: FunctionalTensor) -> bool:
+        """Whether a tensor is of this trace, not of one before."""
+        return torch._from_functional_tensor(tensor.elem).fake_mode is self._mode  # type: ignore[attr-defined]
 
     def _symbol(self, size: int, source: str) -> Any:
         if size < 2:
