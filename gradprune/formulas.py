@@ -1,11 +1,13 @@
 """Values of symbolic expressions over sizes and data, in Python numbers.
 
-Expressions are sympy's with torch's functions on them (floor division, truncation); they are compiled once each.
+Expressions are sympy's with torch's functions on them (floor division, truncation), and Python's own on floats of data;
+they are compiled once each.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -16,6 +18,8 @@ import sympy
 def _select(condition: Any, yes: Any, no: Any) -> Any:
     return yes if condition else no
 
+
+_ARITHMETIC = "add sub mul truediv floordiv mod pow neg abs eq ne lt le gt ge".split()
 
 # The functions that torch puts into expressions over sizes, by their class names.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -42,6 +46,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Where": _select,
     "Max": max,
     "Min": min,
+    **{f"python_{name}": getattr(operator, name) for name in _ARITHMETIC},
+    **{f"python_{name}": function for name, function in vars(math).items() if callable(function)},
+    **{f"python_sym_{name}": function for name, function in (("max", max), ("min", min), ("float", float))},
 }
 
 

@@ -253,7 +253,7 @@ class Flow:
     def finite(self, argument: Any, dtype: torch.dtype | None = None) -> Needs | None:
         """What makes every element of the operand finite, as a kernel of `dtype` reads it; None if nothing can."""
         value = self.value(argument)
-        if value.broken or (value.const is not None and math.isinf(value.const.value)):
+        if value.broken or _is_nan(argument) or (value.const is not None and math.isinf(value.const.value)):
             return None
         if _narrows(value.dtype, dtype):
             return NO_NEEDS if value.notnan and is_finite(rounded(value.bounds, dtype)) else None
@@ -265,7 +265,7 @@ class Flow:
 
     def notnan(self, argument: Any) -> Needs | None:
         value = self.value(argument)
-        if value.broken:
+        if value.broken or _is_nan(argument):
             return None
         if value.notnan:
             return NO_NEEDS
@@ -301,7 +301,7 @@ class Flow:
 
     def _reach(self, argument: Any) -> Reach | None:
         value = self.value(argument)
-        if value.broken:
+        if value.broken or _is_nan(argument):
             return None
         if value.const is not None and math.isfinite(value.const.value):
             return Reach(abs(value.const.value), value.const.needs)
@@ -326,6 +326,11 @@ class Flow:
         """The side condition that every element of a node's value is of this kind."""
         assert isinstance(argument, Node), f"a number needs no condition: {argument}"
         return frozenset([Need(kind, argument)])
+
+
+def _is_nan(argument: Any) -> bool:
+    """Whether an operand is a Python number that is NaN, or complex, of which nothing is claimed."""
+    return isinstance(argument, complex) or (isinstance(argument, float) and math.isnan(argument))
 
 
 def _same_elements(node: Node) -> Node:

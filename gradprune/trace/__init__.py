@@ -29,7 +29,7 @@ from gradprune.trace.shapes import BranchingShapeEnv, Sizes, symbolic_dims
 from gradprune.trace.standins import standing_in, symbolic_builtins
 from gradprune.trace.state import State
 from gradprune.trace.tracer import LineTracer, capturing
-from gradprune.trace.unknown import NeedsSymbolicBuiltins, Stopped, Unknown
+from gradprune.trace.unknown import NeedsSymbolicBuiltins, Stopped, Unknown, is_program_file
 from gradprune.trees import leaves, loss_of, map_tensors
 
 __all__ = ["trace_joint"]
@@ -299,7 +299,7 @@ def _user_line_of(error: BaseException) -> SourceLine | None:
     found, trace = None, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if is_user_file(code.co_filename):
+        if is_program_file(code.co_filename):
             found = source_line(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     return found

@@ -211,7 +211,8 @@ class TraceMode(CallRecorder):
                 self._others.setdefault(number, layout)
             return ("tensor", number)
         if isinstance(value, SYMBOLIC):
-            return ("data" if free_unbacked_symbols(value) else "size", value.node.expr)
+            kind = "data" if free_unbacked_symbols(value) else "size"
+            return (kind, self._shape_env.spelled_out(value.node.expr))
         return ("value", value)
 
     @contextlib.contextmanager

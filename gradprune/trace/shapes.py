@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
 )
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from gradprune.calls import current_line
 from gradprune.errors import TraceError
@@ -54,6 +55,7 @@ class BranchingShapeEnv(ShapeEnv):
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, duck_shape=False)
         self.decisions: list[Decision] = []
         self.unbacked: list[str] = []
+        self._definitions: dict[sympy.Symbol, sympy.Basic] = {}
         self._script = tuple(script)
         self._answers: dict[sympy.Basic, bool] = {}
 
@@ -70,11 +72,13 @@ class BranchingShapeEnv(ShapeEnv):
         if known is not None:
             return sympy.sympify(known)
         try:
-            return super().evaluate_expr(orig_expr, hint, fx_node, **kwargs)
+            if not _asks_about_floats(orig_expr):
+                return super().evaluate_expr(orig_expr, hint, fx_node, **kwargs)
         except GuardOnDataDependentSymNode:
-            # Torch goes on as if it did not know, and defers a check where that is not always right: see `facts`.
-            if fallback_value is not None:
-                return sympy.sympify(fallback_value)
+            pass
+        # Torch goes on as if it did not know, and defers a check where that is not always right: see `facts`.
+        if fallback_value is not None:
+            return sympy.sympify(fallback_value)
         if isinstance(orig_expr, (Relational, BooleanFunction)):
             return sympy.sympify(self._decide(orig_expr))
         return self._refuse(orig_expr)
@@ -119,6 +123,16 @@ class BranchingShapeEnv(ShapeEnv):
         self.unbacked += [str(symbol) for symbol in number.node.expr.free_symbols]
         return number
 
+    def define(self, number: Any, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Notes that the new `number` is ``function(*args)``, for `spelled_out`."""
+        (symbol,) = number.node.expr.free_symbols
+        operands = [self.spelled_out(arg.node.expr) if hasattr(arg, "node") else sympy.sympify(arg) for arg in args]
+        self._definitions[symbol] = sympy.Function(f"python_{function.__name__}")(*operands)
+
+    def spelled_out(self, expression: Any) -> Any:
+        """An expression in terms of sizes and of values read."""
+        return expression.xreplace(self._definitions) if isinstance(expression, sympy.Basic) else expression
+
     def assumptions(self) -> list[sympy.Basic]:
         """What torch took for granted about sizes that only data determines, such as that two of them are equal."""
         return [check.expr for checks in self.deferred_runtime_asserts.values() for check in checks]
@@ -132,9 +146,14 @@ class BranchingShapeEnv(ShapeEnv):
         """Questions and their answers on this path: guards on sizes, decisions on data, and what torch assumed."""
         found = [(guard.expr, True) for guard in self.guards]
         found += [(assumption, True) for assumption in self.assumptions()]
-        found += [(decision.question, decision.answer) for decision in self.decisions]
+        found += [(self.spelled_out(decision.question), decision.answer) for decision in self.decisions]
         found += [(symbol >= 2, True) for symbol in self.backed_var_to_val]  # torch takes 0 and 1 for constants
         return tuple(dict.fromkeys(found))
+
+
+def _asks_about_floats(question: Any) -> bool:
+    """Whether floats of data decide: torch takes them for real numbers, of which x <= x is always true."""
+    return any(symbol_is_type(symbol, SymT.UNBACKED_FLOAT) for symbol in getattr(question, "free_symbols", ()))
 
 
 class Sizes:

@@ -28,9 +28,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from gradprune.calls import tensors_in
-from gradprune.frames import is_user_file
-from gradprune.trace.tracer import add_number
-from gradprune.trace.unknown import Unknown, first_unknown
+from gradprune.trace.tracer import floor_division, number_of_data
+from gradprune.trace.unknown import Unknown, first_unknown, is_program_file
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -121,15 +120,9 @@ def _math_function(function: Callable[..., Any]) -> Callable[..., Any]:
         unknown = first_unknown(args)
         if unknown is not None:
             return unknown
-        symbol = next((arg for arg in args if isinstance(arg, SYMBOLIC)), None)
-        if symbol is None or function in (math.floor, math.ceil, math.trunc):
+        if not any(isinstance(arg, SYMBOLIC) for arg in args) or function in (math.floor, math.ceil, math.trunc):
             return function(*args)
-        shape_env = symbol.node.shape_env
-        is_question = function in (math.isnan, math.isinf, math.isfinite)
-        with shape_env.ignore_fresh_unbacked_symbols():
-            result = shape_env.create_unbacked_symbool() if is_question else shape_env.create_unbacked_symfloat()
-        add_number(function, args, result)
-        return result
+        return number_of_data(function, args)
 
     return call
 
@@ -231,6 +224,8 @@ def standing_in(observer: _Observer) -> Iterator[None]:
             (torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", _checkpoint_generator),
             (BackwardCFunction, "apply", backward),
             *((FunctionalTensor, name, getattr(torch.Tensor, name)) for name in _OWN_METHODS),
+            *((symbol, "__floordiv__", floor_division(symbol.__floordiv__)) for symbol in SYMBOLIC[:2]),
+            *((symbol, "__rfloordiv__", floor_division(symbol.__rfloordiv__, swapped=True)) for symbol in SYMBOLIC[:2]),
             *((symbol, "__format__", _formatted) for symbol in SYMBOLIC),
             *((symbol, "__getattribute__", _posing_as(kind)) for symbol, kind in zip(SYMBOLIC, (int, float, bool))),
         ):
@@ -336,7 +331,7 @@ def _posing_as(number: type) -> Callable[[Any, str], Any]:
     """The attributes of a symbolic number; to user code it is an instance of the number that it stands for."""
 
     def attribute(symbol: Any, name: str) -> Any:
-        if name == "__class__" and is_user_file(sys._getframe(1).f_code.co_filename):
+        if name == "__class__" and is_program_file(sys._getframe(1).f_code.co_filename):
             return number
         return object.__getattribute__(symbol, name)
 

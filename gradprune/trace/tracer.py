@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     track_tensor_tree,
 )
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from gradprune.facts import SourceLine
 
@@ -79,15 +82,53 @@ class LineTracer(PythonKeyTracer):
         return slot.proxy.node if slot is not None else self.create_arg(inner)
 
 
-def add_number(function: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-    """Adds a node to the graph being traced: `result`, a symbolic number, is ``function(*args)``."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    tracer: Any = mode.tracer
+def number_of_data(function: Callable[..., Any], args: tuple[Any, ...], tracer: Any = None) -> Any:
+    """``function(*args)`` of symbolic numbers as a number of which nothing is known, and a node of the graph for it."""
+    tracer = tracer or get_proxy_mode().tracer  # type: ignore[union-attr]
+    env = next(arg for arg in args if isinstance(arg, (torch.SymInt, torch.SymFloat))).node.shape_env
+    with env.ignore_fresh_unbacked_symbols():
+        result = env.create_unbacked_symbool() if function in _QUESTIONS else env.create_unbacked_symfloat()
+    env.define(result, function, args)
     proxies = tuple(
         get_proxy_slot(arg, tracer).force() if isinstance(arg, (torch.SymInt, torch.SymFloat)) else arg for arg in args
     )
     track_tensor_tree(result, tracer.create_proxy("call_function", function, proxies, {}), constant=None, tracer=tracer)
+    return result
+
+
+_QUESTIONS = frozenset(
+    (
+        *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+        *(math.isnan, math.isinf, math.isfinite, math.isclose),
+    )
+)
+
+
+class NumberMode(ProxyTorchDispatchMode):
+    """Adds operators, and Python arithmetic on symbolic numbers, to the graph being traced.
+
+    Symbols obey the algebra of real numbers. A float of data may be infinite or NaN: where algebra would make it
+    vanish, as in ``x * 0`` or ``x - x``, and where a number is infinite or NaN, the result is a new symbol.
+    """
+
+    def __sym_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if any(isinstance(arg, float) and not math.isfinite(arg) for arg in args):
+            return number_of_data(func, args, self.tracer)
+        result = super().__sym_dispatch__(func, types, args, kwargs)
+        data = frozenset[Any]().union(*(free_unbacked_symbols(arg) for arg in args if isinstance(arg, torch.SymFloat)))
+        vanished = data and not data <= free_unbacked_symbols(result)
+        return number_of_data(func, args, self.tracer) if vanished else result
+
+
+def floor_division(original: Callable[[Any, Any], Any], *, swapped: bool = False) -> Callable[[Any, Any], Any]:
+    """``//`` of symbolic numbers, which torch takes for the floor of a quotient: with floats of data it is not that."""
+
+    def divide(a: Any, b: Any) -> Any:
+        floats = [number for number in (a, b) if isinstance(number, (float, torch.SymFloat))]
+        known = [math.isfinite(n) if isinstance(n, float) else not free_unbacked_symbols(n) for n in floats]
+        return original(a, b) if all(known) else number_of_data(operator.floordiv, (b, a) if swapped else (a, b))
+
+    return divide
 
 
 @contextlib.contextmanager
@@ -98,7 +139,7 @@ def capturing(tracer: LineTracer, fake_mode: FakeTensorMode) -> Iterator[None]:
         fake_mode,
         enable_python_dispatcher(),
         disable_autocast_cache(),
-        ProxyTorchDispatchMode(tracer, "symbolic"),
+        NumberMode(tracer, "symbolic"),
         decompose(DECOMPOSITIONS),
         FunctionalTensorMode(_allow_token_discovery=True),
     ):

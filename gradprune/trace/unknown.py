@@ -5,15 +5,26 @@ Whatever is computed from it is unknown as well; asking what it is, to branch or
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import mpmath
+import sympy
+
 from gradprune.errors import TraceError
 from gradprune.facts import SourceLine
 from gradprune.frames import is_user_file, source_line
+
+_ALGEBRA = tuple(os.path.join(os.path.dirname(package.__file__), "") for package in (sympy, mpmath))
+
+
+def is_program_file(path: str) -> bool:
+    """Whether a file holds code that a traced program runs, not the algebra that torch's symbols are made of."""
+    return is_user_file(path) and not path.startswith(_ALGEBRA)
 
 
 class Stopped(BaseException):
@@ -34,7 +45,7 @@ class NeedsSymbolicBuiltins(BaseException):
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of user code at or above `frame`."""
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
+    while frame is not None and not is_program_file(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -60,7 +61,7 @@ def linear_in_cotangent(flow: Flow, node: Node, *_: Any, **__: Any) -> Any:
 def _zero_cotangent(flow: Flow, node: Node) -> Needs | None:
     """What makes every term of a linear backward zero; None if a cotangent is not zero."""
     cotangents = [source for source in node.all_input_nodes if source in flow.cotangents]
-    if not cotangents:
+    if not cotangents or not _settings_finite(node):
         return None
     needs: Needs = NO_NEEDS
     for source in cotangents:
@@ -83,6 +84,11 @@ def _named_arguments(node: Node) -> list[tuple[str, Any]]:
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     pairs = [*zip(names, node.args), *node.kwargs.items()]
     return [(name, item) for name, value in pairs for item in (value if isinstance(value, list | tuple) else [value])]
+
+
+def _settings_finite(node: Node) -> bool:
+    """Whether no number that may scale the cotangent is infinite or NaN."""
+    return all(math.isfinite(item) for _, item in _named_arguments(node) if isinstance(item, float))
 
 
 ELEMENTWISE: Final = (
@@ -152,6 +158,8 @@ def _elementwise(flow: Flow, node: Node, needed: Callable[..., Needs | None]) ->
     named = [(name, argument) for name, argument in _named_arguments(node) if isinstance(argument, Node)]
     gradient, saved = named[0][1], [argument for name, argument in named[1:] if name != "buffer"]
     if gradient not in flow.cotangents or any(argument in flow.cotangents for argument in saved):
+        return None
+    if not _settings_finite(node):
         return None
     needs = needed(flow, node, saved)
 

@@ -39,6 +39,74 @@ def test_refuses_or_states_a_condition(name):
         assert {"w", "abs"} & {condition.value for condition in verdict.conditions}, verdict
 
 
+# The gradient of x is not zero where adv is, for the w beside each; a rule of real numbers says that it were.
+ALGEBRA: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
+    "difference": (lambda x, w, adv: (x * adv).sum() + x.sum() * (w.max().item() - w.max().item()), INF),
+    "quotient": (lambda x, w, adv: (x * adv).sum() + x.sum() * (w.max().item() / w.max().item() - 1), INF),
+    "there and back": (lambda x, w, adv: (x * adv).sum() + x.sum() * (w.max().item() + 1 - w.max().item() - 1), INF),
+    "at most": (lambda x, w, adv: (x * adv).sum() + (0 if w.max().item() <= w.max().item() else x.sum()), NAN),
+    "positive": (lambda x, w, adv: (x * adv).sum() + (0 if abs(w.max().item()) >= 0 else x.sum()), NAN),
+    "below infinity": (lambda x, w, adv: (x * adv).sum() + (0 if w.max().item() < INF else x.sum()), INF),
+    "size over infinity": (lambda x, w, adv: (x * adv).sum() + x.sum() * (x.shape[0] // -INF), 1.0),
+    "softplus": (lambda x, w, adv: (torch.nn.functional.softplus(x, beta=NAN) * adv).sum(), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", ALGEBRA)
+def test_refuses_what_only_real_numbers_would_prove(name):
+    loss, w = ALGEBRA[name]
+    found = gradient(loss, x=torch.ones(4), w=torch.full(FOUR, w), adv=torch.zeros(4))
+    assert not (found == 0).all()
+    assert not gradprune.prove(loss, (torch.rand(4), torch.rand(4), torch.rand(4)), zero="adv", wrt="x")
+
+
+@pytest.mark.parametrize(
+    ("number", "w", "kind"), [(lambda w: w * 0.0, INF, "finite"), (lambda w: float(w != w), NAN, "notnan")]
+)
+def test_states_what_a_number_of_data_must_be(number, w, kind):
+    def loss(x, w, adv):
+        return (x * adv).sum() + x.sum() * number(w.max().item())
+
+    found = gradient(loss, x=torch.ones(4), w=torch.full(FOUR, w), adv=torch.zeros(4))
+    assert not (found == 0).all()
+    verdict = gradprune.prove(loss, (torch.rand(4), torch.rand(4), torch.rand(4)), zero="adv", wrt="x")
+    assert not verdict or [condition.kind for condition in verdict.conditions] == [kind]
+
+
+#: Numbers that are no numbers, where a rule asks about its operands. Whether the gradient of x is zero is measured.
+NO_NUMBERS: dict[str, Callable[..., torch.Tensor]] = {
+    "clamp": lambda x, adv: torch.clamp(x * adv, min=NAN).sum(),
+    "clamp of a factor": lambda x, adv: (x * torch.clamp(adv, max=NAN)).sum(),
+    "product": lambda x, adv: (x * adv * NAN).sum(),
+    "quotient": lambda x, adv: (x * adv / NAN).sum(),
+    "comparison": lambda x, adv: ((x > NAN) * x).sum() + (x * adv).sum(),
+    "fill": lambda x, adv: (x * adv).masked_fill(adv != 0, NAN).sum(),
+    "where": lambda x, adv: torch.where(adv == 0, NAN, x * adv).sum(),
+    "power": lambda x, adv: (x * adv**NAN).sum(),
+    "slope": lambda x, adv: torch.nn.functional.leaky_relu(x * adv, NAN).sum(),
+    "norm": lambda x, adv: torch.linalg.vector_norm(x * adv, ord=NAN),
+    "remainder": lambda x, adv: torch.remainder(x * adv, NAN).sum(),
+    "alpha": lambda x, adv: torch.add(x * adv, adv, alpha=NAN).sum(),
+    "complex": lambda x, adv: (x * adv * complex(NAN, INF)).real.sum(),
+    "number of data": lambda x, adv: (x * adv).sum() * (adv.max().item() + NAN),
+    "comparison of data": lambda x, adv: (x * adv).sum() * (2.0 if adv.max().item() > NAN else 1.0),
+    "extremum of data": lambda x, adv: (x * adv).sum() * min(adv.max().item(), NAN),
+    "floor of data": lambda x, adv: (x * adv).sum() * (adv.max().item() // NAN),
+    "remainder of data": lambda x, adv: (x * adv).sum() * (adv.max().item() % INF),
+    "remainder of a size": lambda x, adv: (x * adv).sum() * (x.shape[0] % -INF),
+    "infinite size": lambda x, adv: (x * adv).sum() * (x.shape[0] * INF),
+}
+
+
+@pytest.mark.parametrize("name", NO_NUMBERS)
+def test_takes_numbers_that_are_none(name):
+    """Neither an error nor a proof without a condition where the gradient is NaN."""
+    loss = NO_NUMBERS[name]
+    zero = bool((gradient(loss, x=torch.rand(4), adv=torch.zeros(4)) == 0).all())
+    verdict = gradprune.prove(loss, (torch.rand(4), torch.rand(4)), zero="adv", wrt="x")
+    assert zero or not verdict or any(condition.kind == "finite" for condition in verdict.conditions), verdict
+
+
 def test_states_that_a_limit_is_a_number():
     """clamp(c, NaN, 0) is NaN, not 0."""
 
