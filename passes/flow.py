@@ -185,12 +185,20 @@ class Flow:
         if isinstance(size, int):
             return (float(size), float(size))
         if size not in self._size_bounds:
-            bounds, (low, high) = self.shape_env.bound_sympy(size), range_of(torch.int64)
+            low, high = range_of(torch.int64)
+            lower, upper = self._algebraic_bounds(size)
             self._size_bounds[size] = (
-                float(bounds.lower) if isinstance(bounds.lower, sympy.Integer) else low,
-                float(bounds.upper) if isinstance(bounds.upper, sympy.Integer) else high,
+                float(lower) if isinstance(lower, sympy.Integer) else low,
+                float(upper) if isinstance(upper, sympy.Integer) else high,
             )
         return self._size_bounds[size]
+
+    def _algebraic_bounds(self, size: sympy.Expr) -> tuple[Any, Any]:
+        try:
+            bounds = self.shape_env.bound_sympy(size)
+        except (ArithmeticError, AssertionError, RecursionError, TypeError, ValueError):  # of powers, for instance
+            return None, None
+        return bounds.lower, bounds.upper
 
     def _settled(self, node: Node, value: Value, meta: Any = None) -> Value:
         """`value` with what holds of any value, and with the hypothesis applied."""

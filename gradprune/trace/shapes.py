@@ -56,6 +56,7 @@ class BranchingShapeEnv(ShapeEnv):
         self.decisions: list[Decision] = []
         self.unbacked: list[str] = []
         self._definitions: dict[sympy.Symbol, sympy.Basic] = {}
+        self._learning = False
         self._script = tuple(script)
         self._answers: dict[sympy.Basic, bool] = {}
 
@@ -104,7 +105,15 @@ class BranchingShapeEnv(ShapeEnv):
         elif isinstance(question, sympy.Not):
             self._learn(question.args[0], not answer)
         elif isinstance(question, Relational) and all(side.is_integer for side in question.args):
+            self._learning = True
             self.guard_or_defer_runtime_assert(question if answer else sympy.Not(question), "decision of this path")
+            self._learning = False
+
+    def _maybe_guard_rel(self, expr: Any) -> None:
+        """Torch takes a size of data that meets another one for equal to it, though it may be 1 and be broadcast: such
+        sizes keep their own names, so that no position in one is taken for a position in the other."""
+        if self._learning or not (isinstance(expr, sympy.Eq) and free_unbacked_symbols(expr)):
+            super()._maybe_guard_rel(expr)
 
     def _refuse(self, expr: sympy.Basic) -> None:
         message = f"the program needs the value of {expr}, which only data can tell, as a Python number"

@@ -76,7 +76,7 @@ def scatter_add(flow: Flow, node: Node, a: Any, dim: int, index: Any, source: An
 def scatter_reduce(
     flow: Flow, node: Node, a: Any, dim: int, index: Any, source: Any, reduce: str = "sum", **_: Any
 ) -> Value | None:
-    if reduce not in ("sum", "add", "amax", "amin", "mean"):
+    if reduce not in ("sum", "add", "amax", "amin", "mean", "prod", "multiply"):
         return None
     return _aligned_rows(flow, _accumulated(flow, node, _scatter_parts(flow, node, a, dim, index, source)), index, dim)
 

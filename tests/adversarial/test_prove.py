@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +95,7 @@ NO_NUMBERS: dict[str, Callable[..., torch.Tensor]] = {
     "floor of data": lambda x, adv: (x * adv).sum() * (adv.max().item() // NAN),
     "remainder of data": lambda x, adv: (x * adv).sum() * (adv.max().item() % INF),
     "remainder of a size": lambda x, adv: (x * adv).sum() * (x.shape[0] % -INF),
+    "power of data": lambda x, adv: (x * adv).sum() * np.power(round(adv.max().item()), x.shape[0]),
     "infinite size": lambda x, adv: (x * adv).sum() * (x.shape[0] * INF),
 }
 

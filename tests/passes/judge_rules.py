@@ -11,7 +11,13 @@ from pathlib import Path
 
 import gradprune.passes
 from tests.passes.snippets import DERIVED, HOSTILE
-from tests.passes.test_rules import test_claims_nothing_false_of, test_derives, try_rules
+from tests.passes.test_rules import (
+    test_claims_nothing_false_of,
+    test_closes_no_claims_that_differ,
+    test_derives,
+    test_refuses_sizes_that_may_be_broadcast,
+    try_rules,
+)
 
 ROUNDS = 12
 
@@ -23,6 +29,8 @@ def main() -> int:
             test_derives(name)
         for name in HOSTILE:
             test_claims_nothing_false_of(name)
+        test_closes_no_claims_that_differ()
+        test_refuses_sizes_that_may_be_broadcast()
         for turn in range(ROUNDS):
             try_rules(range(turn, turn + 1))
     except Exception:  # noqa: BLE001 - whatever a broken rule raises, it was noticed

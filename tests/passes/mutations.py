@@ -72,7 +72,6 @@ MUTATIONS = (
     Mutation("rules/scatters.py", "new = Known(old.value + new.value, old.needs | new.needs) if old is not None and new is not None else None", "pass"),
     Mutation("rules/scatters.py", "zero = result.const if result.is_zero() else None", "zero = result.const"),
     Mutation("rules/scatters.py", "facts=only_zeros(result.facts), bounds=ANY", "facts=result.facts, bounds=result.bounds"),
-    Mutation("rules/scatters.py", "if reduce not in (\"sum\", \"add\", \"amax\", \"amin\", \"mean\"):", "if reduce not in (\"sum\", \"add\", \"amax\", \"amin\", \"mean\", \"prod\"):"),
     # reductions, orders, products
     Mutation("rules/reductions.py", "result = reduced(value, dim, keepdim, node, _zero)\n    one_sign", "result = reduced(value, dim, keepdim, node, _any_number)\n    one_sign"),
     Mutation("rules/reductions.py", "read = remapped(value, out, forgotten(value.dims[place] for place in places))", "read = remapped(value, out)"),
@@ -96,7 +95,6 @@ MUTATIONS = (
     Mutation("rules/backward.py", "divisor = flow.nonzero(total) if reduction == 1 else NO_NEEDS", "divisor = NO_NEEDS"),
     # the frame
     Mutation("transfer.py", "if any(group and not _same_extent(group, longest) for group in groups):", "if False:"),
-    Mutation("transfer.py", "facts = {key: known for key, before in value.facts.items() if (known := kept(before)) is not None}", "facts = dict(value.facts)"),
     Mutation("flow.py", "if any(value != values[0] for value in values):\n                continue", "pass"),
     Mutation("flow.py", "if axis in indices and (index is EVERY or index != indices[axis]):\n                    return None", "pass"),
     Mutation("flow.py", "if _narrows(value.dtype, dtype):\n            return NO_NEEDS if", "if False:\n            return NO_NEEDS if"),

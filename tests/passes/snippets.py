@@ -12,14 +12,15 @@ INF, NAN = float("inf"), float("nan")
 
 
 def small() -> Builder:
-    """Factors a [2] and m [2, 3] of float32, the product zero; no special numbers in the data."""
+    """Factors a [2] and m [2, 3] of float32, the product zero, one row of each live; no special numbers in the data."""
     seed = next(s for s in range(10_000) if _is_small(Builder(s)))
     return Builder(seed)
 
 
 def _is_small(b: Builder) -> bool:
-    plain = b.factors["m"].dtype == torch.float32 and b.factors["a"].dim() == 1
-    return plain and (b.rows, b.tokens) == (2, 3) and not b.rowwise and not b.wild
+    a, m = b.factors["a"], b.factors["m"]
+    plain = m.dtype == torch.float32 and a.dim() == 1 and (b.rows, b.tokens) == (2, 3) and not b.rowwise and not b.wild
+    return plain and a[0] == 0 and a[1] != 0 and bool(m[0].any()) and not m[0].all()
 
 
 def data(b: Builder) -> Node:
@@ -236,6 +237,29 @@ def flowing(b: Builder) -> Node:
     return b.call(aten.expand.default, b.tangent, [2, 3])
 
 
+def silent(b: Builder) -> Node:
+    """A cotangent that is zero."""
+    return b.call(aten.mul.Tensor, flowing(b), constant(b, 0.0))
+
+
+def even(b: Builder) -> Node:
+    """A cotangent that is one everywhere."""
+    return b.call(aten.add.Tensor, silent(b), 1)
+
+
+def by_two_apart(b: Builder) -> Node:
+    """Indices on both sides of a dimension that stays: theirs goes to the front."""
+    spread = b.call(aten.expand.default, b.call(aten.view.default, b.a, [2, 1, 1, 1]), [2, 2, 2, 2])
+    return b.call(aten.index.Tensor, spread, [None, b.index([2], 2), None, b.index([2], 2)])
+
+
+def loss_of_classes(b: Builder) -> Node:
+    """The gradient of a mean over targets that weigh nothing."""
+    total, target = b._placeholder("total", torch.zeros(()), None), b.index([2], 3)
+    silent = b.call(aten.mul.Tensor, b.tangent, 0)
+    return b.call(aten.nll_loss_backward.default, silent, some(b), target, None, 1, -100, total)
+
+
 def squared(b: Builder, x: Node) -> Node:
     return b.call(aten.mul.Tensor, x, x)
 
@@ -310,6 +334,33 @@ HOSTILE: dict[str, Callable[[Builder], Node]] = {
     "matrix product of masks with NaN": lambda b: b.call(aten.mm.default, b.m, b.call(aten.t.default, nans(b))),
     "matrix product with ones": lambda b: b.call(
         aten.mm.default, b.call(aten.exp.default, product(b)), b.call(aten.t.default, some(b))
+    ),
+    "zero times more than a float32": lambda b: b.call(
+        aten.mul.Tensor, product(b), b.call(aten.full.default, [], 1e39, dtype=torch.float64)
+    ),
+    "a third in float32": lambda b: b.call(
+        aten.sub.Tensor, b.call(aten.full.default, [2, 3], 1e39, dtype=torch.float64), constant(b, 0.0)
+    ),
+    "positions of indices apart": by_two_apart,
+    "products of minus one": lambda b: b.call(
+        aten.scatter_reduce.two, product(b), 1, b.index([2, 3], 3), product(b), "prod", include_self=False
+    ),
+    "backward of a cotangent of ones": lambda b: b.call(
+        aten.reflection_pad1d_backward.default,
+        b.call(aten.constant_pad_nd.default, even(b), [1, 1], 1.0),
+        some(b),
+        [1, 1],
+    ),
+    "backward of a large tanh": lambda b: b.call(aten.tanh_backward.default, silent(b), given(3e38)(b)),
+    "backward of NaN in a softmax": lambda b: b.call(
+        aten._log_softmax_backward_data.default, silent(b), nans(b), 1, torch.float32
+    ),
+    "backward of a mean of no class": loss_of_classes,
+    "backward of a slope that is no number": lambda b: b.call(
+        aten.leaky_relu_backward.default, silent(b), some(b), NAN, False
+    ),
+    "backward of a softplus that is none": lambda b: b.call(
+        aten.softplus_backward.default, silent(b), some(b), NAN, 20.0
     ),
     "base of a matrix product": lambda b: b.call(
         aten.addmm.default, b.call(aten.full.default, [2, 2], 1.0), product(b), b.call(aten.t.default, some(b))

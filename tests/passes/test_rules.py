@@ -6,9 +6,14 @@ import inspect
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import gradprune.passes.rules
+from gradprune import prove
 from gradprune.passes import registry
+from gradprune.passes.affine import flattened, groups_of
+from gradprune.passes.domain import Key, Known
+from gradprune.passes.flow import Clause
 from tests.passes.builder import Builder, aten
 from tests.passes.catalogue import CASES, UNTRIED
 from tests.passes.claims import Unsound
@@ -36,6 +41,27 @@ def test_derives(name: str) -> None:
         assert value.const is not None
         assert value.const.value == expected
     b.check()
+
+
+def test_closes_no_claims_that_differ() -> None:
+    """Zero where one factor is and one where the other is does not make a constant."""
+    clause, (row,) = Clause({"a": (0,), "m": (0,)}), groups_of([3])
+    a, m = (Key(factor, (flattened(row),)) for factor in "am")
+    assert [known.value for known, _ in clause.covers({a: Known(0), m: Known(0)})] == [0]
+    assert not list(clause.covers({a: Known(0), m: Known(1)}))
+
+
+def test_refuses_sizes_that_may_be_broadcast() -> None:
+    """Where k is 1, the first element of the mask multiplies every advantage."""
+
+    def loss(x, adv, mask, k):
+        return (x * adv * mask[: k.item()]).sum()
+
+    inputs = {"x": torch.ones(4, requires_grad=True), "adv": torch.ones(4), "mask": torch.tensor([1.0, 0, 0, 0])}
+    inputs["adv"][0] = 0
+    (gradient,) = torch.autograd.grad(loss(**inputs, k=torch.tensor(1)), inputs["x"])
+    assert gradient.any()
+    assert not prove(loss, {**inputs, "k": torch.tensor(4)}, zero="adv * mask", wrt="x")
 
 
 # -- random operands -----------------------------------------------------------------------------------------------
