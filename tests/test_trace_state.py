@@ -168,11 +168,25 @@ def test_refuses_a_tensor_of_another_trace() -> None:
     assert prove(LOSSES["counter"], inputs, zero="adv", wrt="x")
 
 
+class Strict(dict):
+    """A mapping whose methods are its own."""
+
+    def get(self, key):
+        return self[key]
+
+    def __setitem__(self, key, value):
+        raise TypeError("registered only once")
+
+
 def test_restores_only_what_changed() -> None:
-    kept, added = [1, 2], {"a": 0}
-    state = State([{"kept": kept, "added": added, "set": {1}}])
+    kept, added, strict = [1, 2], {"a": 0}, Strict(a=1)
+    state = State([{"kept": kept, "added": added, "set": {1}, "strict": strict, "deque": HISTORY}])
     kept.append(3)
     added["b"] = added.pop("a")
+    dict.update(strict, a=2, b=3)
+    HISTORY.append(torch.ones(()))
     state.restore()
     assert kept == [1, 2]
     assert added == {"a": 0}
+    assert strict == {"a": 1}
+    assert not HISTORY

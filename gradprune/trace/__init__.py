@@ -70,8 +70,9 @@ def trace_joint(
         return _explore(program, max_paths, symbolic=False)
 
 
-#: A module with more parameter tensors than this is traced with constant sizes: symbols take four times as long.
-MOST_PARAMETERS = 64
+#: A module with more parameter tensors, as any real decoder, is traced with constant sizes: symbols take eight times as
+#: long.
+MOST_PARAMETERS = 16
 
 
 @dataclass(frozen=True)

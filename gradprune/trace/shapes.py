@@ -109,7 +109,7 @@ class BranchingShapeEnv(ShapeEnv):
             self.guard_or_defer_runtime_assert(question if answer else sympy.Not(question), "decision of this path")
             self._learning = False
 
-    def _maybe_guard_rel(self, expr: Any) -> None:
+    def _maybe_guard_rel(self, expr: Any) -> None:  # type: ignore[override]
         """Torch takes a size of data that meets another one for equal to it, though it may be 1 and be broadcast: such
         sizes keep their own names, so that no position in one is taken for a position in the other."""
         if self._learning or not (isinstance(expr, sympy.Eq) and free_unbacked_symbols(expr)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import sys
-from collections.abc import Callable, Iterable, MutableSequence, MutableSet
+from collections.abc import Callable, Iterable
 from types import CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ from gradprune.frames import is_user_file
 
 _ABSENT = object()
 _CACHE = type(functools.lru_cache(lambda: None))
+_COLLECTIONS = (list, set, collections.deque)
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 #: A container with more items is put back, but not searched for others.
@@ -47,9 +48,9 @@ class State:
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, dict):
-            self._undo.append(functools.partial(_restore_dict, value, dict(value)))
-            self._search(value.values())
-        elif isinstance(value, list | set | collections.deque):
+            self._undo.append(functools.partial(_restore_dict, value, dict(dict.items(value))))
+            self._search(dict.values(value))
+        elif isinstance(value, _COLLECTIONS):
             self._undo.append(functools.partial(_restore_items, value, list(value)))
             self._search(value)
         elif isinstance(value, tuple | frozenset):
@@ -148,19 +149,21 @@ def _is_user_module(module: ModuleType) -> bool:
 
 
 def _restore_dict(owner: dict[Any, Any], before: dict[Any, Any]) -> None:
-    for key in [key for key in owner if key not in before]:
-        del owner[key]
+    # Methods of the base: those of a subclass may do more.
+    base: Any = collections.OrderedDict if isinstance(owner, collections.OrderedDict) else dict
+    for key in [key for key in dict.keys(owner) if key not in before]:
+        base.__delitem__(owner, key)
     for key, value in before.items():
-        if owner.get(key, _ABSENT) is not value:
-            owner[key] = value
+        if dict.get(owner, key, _ABSENT) is not value:
+            base.__setitem__(owner, key, value)
 
 
-def _restore_items(owner: MutableSequence[Any] | MutableSet[Any], before: list[Any]) -> None:
-    if len(owner) == len(before) and all(a is b for a, b in zip(owner, before)):
+def _restore_items(owner: Any, before: list[Any]) -> None:
+    base: Any = next(kind for kind in _COLLECTIONS if isinstance(owner, kind))
+    if len(before) == base.__len__(owner) and all(a is b for a, b in zip(base.__iter__(owner), before)):
         return
-    owner.clear()
-    for item in before:
-        owner.add(item) if isinstance(owner, MutableSet) else owner.append(item)
+    base.clear(owner)
+    (base.update if base is set else base.extend)(owner, before)
 
 
 def _restore_member(owner: Any, members: Any, name: str, before: Any) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -22,6 +23,7 @@ from gradprune.frames import is_user_file, source_line
 _ALGEBRA = tuple(os.path.join(os.path.dirname(package.__file__), "") for package in (sympy, mpmath))
 
 
+@cache  # asked at each isinstance() of a symbol
 def is_program_file(path: str) -> bool:
     """Whether a file holds code that a traced program runs, not the algebra that torch's symbols are made of."""
     return is_user_file(path) and not path.startswith(_ALGEBRA)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gradprune import prove
+from gradprune import prove, trace
 from gradprune.facts import Certificate, Refusal
 from tests.whole import decoders, steps
 
@@ -45,6 +45,15 @@ def test_proves_whole_step(kind: str) -> None:
     assert gradients
     for name, gradient in gradients.items():
         assert torch.equal(gradient, torch.zeros_like(gradient)), name
+
+
+@pytest.mark.parametrize("kind", ["fused attention, tied head", "checkpointing, dropout"])
+def test_proves_whole_step_of_any_size(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a small module is traced, with symbols for sizes."""
+    monkeypatch.setattr(trace, "MOST_PARAMETERS", 64)
+    verdict = prove_step(steps.policy_step, PROVED[kind]())
+    assert isinstance(verdict, Certificate), str(verdict)
+    assert {"batch.old[0]", "batch.advantages[0]"} <= set(verdict.symbolic)
 
 
 @pytest.mark.parametrize("kind", LIVE)
