@@ -15,7 +15,7 @@ import torch
 
 from gradprune.dead import largest
 from gradprune.facts import Condition, Dead, Live, Refusal, Verdict
-from gradprune.graphs import Reach
+from gradprune.graphs import Arrivals, Reach
 from gradprune.guard import magnitude
 from gradprune.meter import FlopMeter
 from gradprune.microbatch import Microbatch
@@ -68,7 +68,7 @@ class WatchedRun:
 
     def __init__(self, pruner: Pruner, microbatch: Microbatch) -> None:
         self._pruner, self._microbatch = pruner, microbatch
-        self._observed = ObservedRun(microbatch.models, microbatch.named)
+        self._observed = ObservedRun(microbatch.models, microbatch.named, pruner.schedule)
         # As a dead one: where it is cut off from its graph, no backward will be seen.
         self._counting = Counting(pruner.meter, microbatch, dead=True)
 
@@ -102,11 +102,14 @@ class WatchedRun:
         if not audited and pruner.trust.asks(proof, reach, self._observed.recomputes()):
             pruner.try_out(microbatch, proof, reach, loss)
             return self._run_live(output, TRIAL)
+        if audited and any(map(pruner.schedule.shields, proof.modules())):
+            pruner.hear(microbatch, Arrivals(reach.leaves), loss)
+            return output
         if any(pruner.schedule.stage_inputs(model) for model in microbatch.models.values()):
             # The stage before waits for a gradient, of a shape that recomputation may have cut up in this forward.
             return self._run_live(output, "observed for its proof, while the stage before waits for its gradient")
         entrances = self._observed.entrances()
-        delivery = pruner.delivery(microbatch, reach.leaves)
+        delivery = pruner.delivery(microbatch, pruner.schedule.owners(reach.leaves))
         asked: list[Any] = [*entrances, *(reach.leaves if audited else ())]
         kept = self._observed.shares_graph
         gradients = torch.autograd.grad(loss, asked, allow_unused=True, retain_graph=kept)
@@ -116,6 +119,7 @@ class WatchedRun:
         if audited:
             sizes = [magnitude(gradient) for gradient in gradients if gradient is not None]
             pruner.guard.note("audit", microbatch.about, largest(sizes))
+        pruner.ended(microbatch)
         pruner.note(microbatch, Dead(microbatch.known.reason), audited=audited)
         return replaced(output, loss, delivery.ending(loss))
 
@@ -149,12 +153,12 @@ class PrunedRun:
         self._pruner, self._microbatch, self._proof = pruner, microbatch, proof
         self._looks_at_end = pruner.looks_at_boundary(proof)
         self._failures: list[tuple[Condition, torch.Tensor]] = []
-        first = next(iter(microbatch.models.values()))
         self._dead = DeadRun(
             proof,
             microbatch.named,
             microbatch.buffers,
-            lambda: pruner.schedule.forward(first),
+            next(iter(microbatch.models.values())),
+            pruner.schedule,
             not self._looks_at_end,
             lambda *failure: self._failures.append(failure),
         )
@@ -181,6 +185,7 @@ class PrunedRun:
             pruner.try_out(microbatch, self._proof, reach, loss)
             return self.give_up(output, TRIAL)
         self._dead.cut_off()
+        pruner.ended(microbatch)
         delivery = pruner.delivery(microbatch, self._reached(reach))
         for condition, size in self._failures:
             delivery.see(size)
@@ -197,9 +202,10 @@ class PrunedRun:
 
     def _reached(self, reach: Reach) -> list[torch.Tensor]:
         """What the unpruned backward would reach: this run's graph tells, unless it hides a part."""
+        found = self._pruner.schedule.owners(reach.leaves)
         if not reach.hidden:
-            return list(reach.leaves)
-        return list({id(tensor): tensor for tensor in (*reach.leaves, *self._proof.parameters())}.values())
+            return list(found)
+        return list({id(tensor): tensor for tensor in (*found, *self._proof.parameters())}.values())
 
 
 Run = LiveRun | WatchedRun | PrunedRun

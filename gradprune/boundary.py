@@ -22,7 +22,7 @@ from gradprune.trees import leaves, map_tensors
 Enter = Callable[[], AbstractContextManager[Any]]
 Forward = Callable[..., Any]
 Compute = Callable[[str, "Call"], Any]
-Leave = Callable[[str, Any], Any]
+Leave = Callable[[str, torch.nn.Module, Any], Any]
 
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -52,7 +52,7 @@ def trainable_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _unchanged(name: str, output: Any) -> Any:
+def _unchanged(name: str, module: torch.nn.Module, output: Any) -> Any:
     return output
 
 
@@ -78,8 +78,8 @@ class Boundary:
     """Turns the outermost calls among `modules` into events.
 
     around: context of such a call. compute: ``(name, call)`` runs the forward of its core.
-    returned: called with the call's name (``"output"``, ``"output2"``) and what the whole call returned; what it gives
-    is handed on instead. `entries` collects the modules that were outermost.
+    returned: called with the call's name (``"output"``, ``"output2"``), the module and what the whole call returned;
+    what it gives is handed on instead. `entries` collects the modules that were outermost.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Boundary:
         self._depth -= 1
         if self._depth == 0:
             self._outer.close()
-            output = self._returned(self._name, output)
+            output = self._returned(self._name, module, output)
         return output
 
     @property

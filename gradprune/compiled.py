@@ -94,7 +94,7 @@ class CompiledRun:
     def _probe(self, call: Call) -> Live | Proof:
         """Run the step eagerly, look at what it computes, and leave no trace of it."""
         pruner, microbatch = self._pruner, self._microbatch
-        observed = ObservedRun(microbatch.models, microbatch.named)
+        observed = ObservedRun(microbatch.models, microbatch.named, pruner.schedule)
         buffers = [(buffer, buffer.clone()) for buffer in microbatch.buffers()]
         random = RandomState({tensor.device for tensor in microbatch.named.values()})
         try:

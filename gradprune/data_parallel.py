@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -27,12 +27,20 @@ class DataParallel:
         self._wrappers: weakref.WeakKeyDictionary[torch.nn.Module, _Wrappers] = weakref.WeakKeyDictionary()
         self._reduced: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
-    def objection(self, models: Iterable[torch.nn.Module]) -> str | None:
-        """Why the coming microbatch must run live; None if it may be dead."""
+    def objection(
+        self, models: Iterable[torch.nn.Module], looks_after: Callable[[torch.nn.Module], bool]
+    ) -> str | None:
+        """Why the coming microbatch must run live; None if it may be dead. looks_after: whether the schedule sees to it
+        that the ranks of a fully sharded module issue the same collectives."""
         for model in models:
             wrappers = self._of(model)
             if wrappers.objection is not None:
                 return wrappers.objection
+            if not all(map(looks_after, wrappers.sharded())):
+                return (
+                    "the model is fully sharded: its backward has collectives, which every rank must issue: pass "
+                    "schedule=gradprune.fully_sharded.attach(model)"
+                )
             if any(ddp not in self._reduced for ddp in _reducing(wrappers)):
                 return "DistributedDataParallel lays out its buckets by the first backward that it reduces"
         return None
@@ -57,7 +65,11 @@ class _Wrappers:
         modules = list(model.modules())
         found = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self._replicated = [weakref.ref(module) for module in found]
+        self._sharded = [weakref.ref(module) for module in modules if is_sharded(module)]
         self.objection = next((text for module in modules if (text := _objection(module)) is not None), None)
+
+    def sharded(self) -> list[torch.nn.Module]:
+        return [module for ref in self._sharded if (module := ref()) is not None]
 
     def replicated(self) -> list[DistributedDataParallel]:
         return [module for ref in self._replicated if (module := ref()) is not None]
@@ -67,10 +79,16 @@ def _reducing(wrappers: _Wrappers) -> list[DistributedDataParallel]:
     return [ddp for ddp in wrappers.replicated() if ddp.require_backward_grad_sync]
 
 
-def _objection(module: torch.nn.Module) -> str | None:
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to the module."""
     sharding = sys.modules.get("torch.distributed.fsdp")  # not imported: then nothing is sharded
-    if sharding is not None and isinstance(module, (sharding.FSDPModule, sharding.FullyShardedDataParallel)):
-        return "the model is fully sharded: its backward has collectives, which every rank must issue"
+    return sharding is not None and isinstance(module, sharding.FSDPModule)
+
+
+def _objection(module: torch.nn.Module) -> str | None:
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    if sharding is not None and isinstance(module, sharding.FullyShardedDataParallel):
+        return "the model is a FullyShardedDataParallel, of which nothing is pruned: use fully_shard"
     if isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1:
         return "DataParallel runs replicas of the model in threads: use DistributedDataParallel"
     if isinstance(module, torch.nn.SyncBatchNorm) and torch.distributed.is_initialized():

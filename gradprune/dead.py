@@ -109,10 +109,15 @@ def largest(magnitudes: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _poison(parameters: Sequence[torch.Tensor], size: torch.Tensor) -> None:
     """Add zero, or NaN if `size` is not zero, to one existing gradient: enough for any check for overflow, no sync."""
-    held = [gradient for p in parameters if (gradient := gradient_of(p)) is not None]
+    held = [part for p in parameters if (g := gradient_of(p)) is not None and (part := _local(g)).numel()]
     if held:
         smallest = min(held, key=torch.Tensor.numel)
         smallest.add_(poison_of(size).to(smallest.device, smallest.dtype, non_blocking=True))
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The part of a sharded tensor that this rank holds."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class _Ending(torch.autograd.Function):
@@ -151,6 +156,22 @@ class _Boundary(torch.autograd.Function):
         return None, torch.zeros((), device=ctx.device), None
 
 
+class _Shield(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        return cotangent
+
+
+def shield(output: torch.Tensor) -> torch.Tensor:
+    """`output`, or an alias of it, with one more node of its graph in front, which does nothing."""
+    return output.view_as(output) if output._is_view() else _Shield.apply(output)
+
+
 class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, delivery: Delivery, dummy: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -162,7 +183,8 @@ class _Anchor(torch.autograd.Function):
         ctx.delivery.fill(ctx.parameters)
         size = ctx.delivery.close()
         zeros = [torch.zeros_like(parameter) for parameter in ctx.parameters]
-        if size is not None and zeros:
-            smallest = min(zeros, key=torch.Tensor.numel)
+        parts = [part for zero in zeros if (part := _local(zero)).numel()]
+        if size is not None and parts:
+            smallest = min(parts, key=torch.Tensor.numel)
             smallest.add_(poison_of(size).to(smallest.device, smallest.dtype))
         return (None, None, *zeros)

@@ -33,21 +33,21 @@ class Ledger:
 
     def void(self, tensors: list[torch.Tensor]) -> None:
         """`tensors` were written to in a way that no version shows: what shares their memory is unknown from now on."""
-        memory = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
+        memory = set(map(_memory, tensors)) - {0}
         self._spoiled |= memory
         for reference, number in self._known.values():
             tensor = reference()
-            if tensor is not None and tensor.untyped_storage().data_ptr() in memory:
+            if tensor is not None and _memory(tensor) in memory:
                 self._void.add(number)
 
     def spoiled(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor, seen before or not, was ever declared void."""
-        return tensor.untyped_storage().data_ptr() in self._spoiled if self._spoiled else False
+        return _memory(tensor) in self._spoiled if self._spoiled else False
 
     def accept_writes(self, tensors: list[torch.Tensor]) -> tuple[int, ...]:
         """Take what was just written to `tensors`, and to all that share their memory, as seen: their numbers."""
         written = [tensor for tensor in tensors if self.ever(tensor) is not None and self.number(tensor) is None]
-        memory = {tensor.untyped_storage().data_ptr() for tensor in written} - {0}
+        memory = set(map(_memory, written)) - {0}
         if not written:
             return ()
         numbers = []
@@ -55,13 +55,21 @@ class Ledger:
             tensor = reference()
             if tensor is None or number in self._void:
                 continue
-            shares = tensor.untyped_storage().data_ptr() in memory or any(tensor is one for one in written)
+            shares = _memory(tensor) in memory or any(tensor is one for one in written)
             if shares and self._versions[number] == _version(tensor):
                 self._void.add(number)  # as `x` is when `x.data` is written to: its version does not show it
             elif shares:
                 self._versions[number] = _version(tensor)
                 numbers.append(number)
         return tuple(sorted(numbers))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where the data of a tensor is, or those of its part on this rank; 0 where it has none."""
+    try:
+        return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # a subclass that wraps another tensor
+        return 0
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -125,7 +125,7 @@ class Pruner:
             return Live("gradients are switched off")
         objection = self.schedule.objection(microbatch.known.plan)
         if objection is None:
-            objection = self.parallel.objection(microbatch.models.values())
+            objection = self.parallel.objection(microbatch.models.values(), self.schedule.shields)
         if objection is not None:
             return Live(objection)
         if (reason := self.schedule.refusal()) is not None:
@@ -210,6 +210,11 @@ class Pruner:
         note = functools.partial(self.guard.note, "audit", microbatch.about)
         self.listen(arrivals, loss, lambda gradient: note(magnitude(gradient)))
         self.note(microbatch, Dead(microbatch.known.reason), audited=True)
+
+    def ended(self, microbatch: Microbatch) -> None:
+        """No backward will come for the models of this microbatch."""
+        for model in microbatch.models.values():
+            self.schedule.ended(model)
 
     def try_out(self, microbatch: Microbatch, proof: Proof, reach: Reach, loss: torch.Tensor) -> Trial:
         """Watch the coming backward of a microbatch that was proved dead and runs in full all the same."""

@@ -149,6 +149,7 @@ class Recorder(CallObserver):
         self._recording = Recording()
         self._backward: SourceLine | None = None
         self.communicates = False
+        self._edges: dict[int, GradientEdge] = {}
         self.entrances: list[GradientEdge] = []
 
     @contextmanager
@@ -172,6 +173,7 @@ class Recorder(CallObserver):
     def release(self) -> None:
         """Let go of all tensors; nothing can be asked afterwards."""
         self._held.clear()
+        self._edges.clear()
         self.entrances.clear()
 
     def leaf_tensor(self, leaf: Leaf) -> torch.Tensor:
@@ -179,10 +181,14 @@ class Recorder(CallObserver):
         return self._held[leaf.number]
 
     def finish(self, loss: torch.Tensor) -> tuple[Tape, list[torch.Tensor]]:
-        """The tape up to `loss`, without what the loss does not depend on, and the real tensors of its leaves."""
+        """The tape up to `loss`, without what the loss does not depend on, and the real tensors of its leaves.
+
+        From then on `entrances` says where gradient would come to those leaves.
+        """
         if self._backward is not None:
             raise TraceError("a backward runs inside the microbatch, before its own", self._backward)
         tape, kept = Tape(self._entries, self._leaves, self._number(loss)).sliced()
+        self.entrances = [self._edges[number] for number in kept if number in self._edges]
         return tape, [self._held[number] for number in kept]
 
     def observe(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
@@ -234,7 +240,7 @@ class Recorder(CallObserver):
         elif not hidden and id(tensor) in self._names:
             name, found = self._names[id(tensor)], "input"
         if tensor.requires_grad:
-            self.entrances.append(get_gradient_edge(tensor))
+            self._edges[number] = get_gradient_edge(tensor)
         return Leaf(name, "wrt" if tensor.requires_grad else found, number, kind_of(tensor))
 
     def _spec(self, value: Any, name: str) -> Any:

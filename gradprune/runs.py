@@ -14,15 +14,16 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from gradprune.boundary import Boundary, Call, float_leaves, modules_of, trainable_modules
+from gradprune.boundary import Boundary, Call, float_leaves, modules_of, replace, trainable_modules
 from gradprune.checks import failure
+from gradprune.dead import shield
 from gradprune.facts import Condition, Verdict
 from gradprune.graphs import Arrivals, Reach, reach_of
 from gradprune.lean import Lean
 from gradprune.patching import replaced
 from gradprune.proofs import Proof, weak
 from gradprune.recorder import Recorder
-from gradprune.schedule import Forward as ScheduledForward
+from gradprune.schedule import Forward, Schedule
 from gradprune.tape import Tape
 from gradprune.trace.admission import Admission
 from gradprune.trees import leaves
@@ -42,7 +43,10 @@ def batch_leaves(batch: Any) -> dict[str, torch.Tensor]:
 class ObservedRun:
     """Runs live and records the calls outside the model, so that they can be compared with proofs, or proved."""
 
-    def __init__(self, models: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, models: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Tensor], schedule: Schedule
+    ) -> None:
+        self._schedule = schedule
         parameters = {
             id(parameter): name
             for prefix, model in models.items()
@@ -78,8 +82,9 @@ class ObservedRun:
         """Whether the backward may run parts of the forward again, of a model that has buffers."""
         return self._saved_elsewhere and bool(self._buffers)
 
-    def _output(self, name: str, output: Any) -> Any:
+    def _output(self, name: str, module: torch.nn.Module, output: Any) -> Any:
         with self._recorder.paused():
+            output = shielded(output) if self._schedule.shields(module) else output
             for leaf, tensor in float_leaves(name, output):
                 self._recorder.add_output(leaf, tensor)
                 if tensor.requires_grad:
@@ -118,7 +123,7 @@ class ObservedRun:
             tape,
             admission,
             weak(entries),
-            weak(reach.leaves),
+            weak(self._schedule.owners(reach.leaves)),
             weak(written),
             self._recorder.communicates,
             wide,
@@ -137,7 +142,7 @@ class DeadRun:
     """Runs the model's modules without saving activations and watches that the rest makes the calls that were proved.
 
     looks: look at the proof's side conditions as they are computed, and tell `failed`; else the cotangent at the
-    `entrances` of the model shows whether they held. begin: called as each forward of the model begins.
+    `entrances` of the model shows whether they held. model: the one that the step was called with.
     """
 
     def __init__(
@@ -145,15 +150,17 @@ class DeadRun:
         proof: Proof,
         microbatch_tensors: Mapping[str, torch.Tensor],
         model_buffers: Callable[[], Iterable[torch.Tensor]],
-        begin: Callable[[], ScheduledForward],
+        model: torch.nn.Module,
+        schedule: Schedule,
         looks: bool,
         failed: Callable[[Condition, torch.Tensor], None],
     ) -> None:
         self._proof, self._looks, self._failed = proof, looks, failed
         self._watch = TapeWatch(proof.tape, self._look if looks else None)
         devices = {tensor.device for tensor in microbatch_tensors.values()}
-        self._lean, self._begin = Lean(proof.written_buffers(), model_buffers, devices), begin
-        self._forwards: list[ScheduledForward] = []
+        self._lean, self._schedule = Lean(proof.written_buffers(), model_buffers, devices), schedule
+        self._forwards: list[Forward] = []
+        self._model = model
         self._boundary = Boundary(
             proof.modules(), around=self._watch.paused, compute=self._compute, returned=self._output
         )
@@ -212,18 +219,25 @@ class DeadRun:
 
     def _compute(self, name: str, call: Call) -> Any:
         self._computed.add(name)
-        scheduled = self._begin()
+        scheduled = self._schedule.forward(self._model)
         self._forwards.append(scheduled)
         with scheduled.first:
             return self._lean.run(call, scheduled.again)
 
-    def _output(self, name: str, output: Any) -> Any:
+    def _output(self, name: str, module: torch.nn.Module, output: Any) -> Any:
         self._called.add(name)
         with self._watch.paused():
+            output = shielded(output) if self._schedule.shields(module) else output
             for leaf, tensor in float_leaves(name, output):
                 self._watch.bind(leaf, tensor)
                 self._look_at_leaf(leaf, tensor)
         return output
+
+
+def shielded(output: Any) -> Any:
+    """`output`, of whose tensors a gradient may be asked without a hook of the wrapper's noticing."""
+    new = {id(tensor): shield(tensor) for _, tensor in float_leaves("", output) if tensor.grad_fn is not None}
+    return replace(output, new)
 
 
 @contextmanager

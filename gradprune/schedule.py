@@ -62,6 +62,16 @@ class Schedule(Protocol):
     def forward(self, model: torch.nn.Module) -> Forward:
         """For a forward through `model`, which computes the loss, that is about to begin."""
 
+    def shields(self, module: torch.nn.Module) -> bool:
+        """Whether the gradient of what `module` returned must not be looked at there, since hooks of a wrapper would
+        take that for the beginning of a backward."""
+
+    def owners(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients are those of `leaves` of a graph, in the same order."""
+
+    def ended(self, model: torch.nn.Module) -> None:
+        """A microbatch through `model` was cut off from its graph: no backward will come."""
+
     def kept_buffers(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
         """Buffers that recomputation in a backward writes, and `forward` keeps right for a microbatch without one."""
 
@@ -98,6 +108,15 @@ class _NoSchedule:
 
     def forward(self, model: torch.nn.Module) -> Forward:
         return Forward()
+
+    def shields(self, module: torch.nn.Module) -> bool:
+        return False
+
+    def owners(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return leaves
+
+    def ended(self, model: torch.nn.Module) -> None:
+        pass
 
     def kept_buffers(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
         return ()

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from gradprune.agreement import Agreement, Place
 from gradprune.binding import PlannedMicrobatch
 from gradprune.errors import PruneError
 from gradprune.facts import Reason
-from gradprune.megatron.agreement import Agreement, own_rank
 from gradprune.megatron.grad_sync import GradSync
 from gradprune.megatron.settings import module_reasons_against, reasons_against
 from gradprune.megatron.stages import Stages
@@ -118,6 +118,15 @@ class Attachment:
     def kept_buffers(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
         return self._stages.kept_buffers(model)
 
+    def shields(self, module: torch.nn.Module) -> bool:
+        return False
+
+    def owners(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return leaves
+
+    def ended(self, model: torch.nn.Module) -> None:
+        pass
+
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         return self._stages.dead_forward(model)
 
@@ -125,9 +134,21 @@ class Attachment:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return plan, proved
         here = any(self._stages.computes_loss(chunk) for chunk in self._chunks)
-        plan, proved = self._agreement.settle(plan, proved if here else None)
-        self._agreed.append(plan.ranks[own_rank(plan)])
+        place = _place()
+        plan, proved = self._agreement.settle(plan, place, proved if here else None)
+        self._agreed.append(plan.ranks[place.of(plan)])
         return plan, proved
+
+
+def _place() -> Place:
+    groups = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+    )
+    shares = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+    return Place(parallel_state.get_data_parallel_rank(), shares)
 
 
 def _backward_crosses_ranks() -> bool:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from gradprune.binding import PlannedMicrobatch
 from gradprune.errors import PlanError
@@ -19,12 +18,24 @@ from gradprune.planner import StepPlan
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank stands. data_rank: ranks with the same one see the same data. shares: the groups of ranks, this one
+    among them, that have collectives in their backward."""
+
+    data_rank: int
+    shares: tuple[tuple[int, ...], ...]
+
+    def of(self, plan: StepPlan) -> int:
+        """Index into ``plan.ranks`` of this process."""
+        return self.data_rank if len(plan.ranks) > 1 else 0
+
+
+@dataclass(frozen=True)
 class _Standing:
     """What one rank tells the others.
 
-    data_rank: ranks with the same one see the same data. marks: one digest a microbatch of this data rank. shares: the
-    groups of ranks with which this one has collectives in its backward. proved: whether it prunes what its plan calls
-    dead, or None where it computes no loss.
+    data_rank, shares: of its Place. marks: one digest a microbatch of this data rank. proved: whether it prunes what
+    its plan calls dead, or None where it computes no loss.
     """
 
     rank: int
@@ -49,13 +60,13 @@ class Agreement:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def settle(self, plan: StepPlan, proved: bool | None) -> tuple[StepPlan, bool]:
+    def settle(self, plan: StepPlan, place: Place, proved: bool | None) -> tuple[StepPlan, bool]:
         """The plan on which all ranks agree, and whether every rank that computes a loss for this one prunes it.
 
         Raises PlanError, on every rank, where ranks that see the same data hold different plans, or ranks that share
         collectives have different numbers of microbatches.
         """
-        mine = _standing(plan, proved)
+        mine = _standing(plan, place, proved)
         everyone: list[_Standing | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine, group=self._group)
         standings = [standing for standing in everyone if standing is not None]
@@ -69,28 +80,17 @@ class Agreement:
         return _with_note(plan, settled), all(member.proved is not False for member in here)
 
 
-def own_rank(plan: StepPlan) -> int:
-    """Index into ``plan.ranks`` of this process."""
-    return parallel_state.get_data_parallel_rank() if len(plan.ranks) > 1 else 0
-
-
-def _standing(plan: StepPlan, proved: bool | None) -> _Standing:
-    rank = own_rank(plan)
+def _standing(plan: StepPlan, place: Place, proved: bool | None) -> _Standing:
+    rank = place.of(plan)
     own = plan.ranks[rank] if rank < len(plan.ranks) else ()
-    groups = (
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_context_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_expert_tensor_and_model_parallel_group(),
-    )
     return _Standing(
         rank=dist.get_rank(),
-        data_rank=parallel_state.get_data_parallel_rank(),
+        data_rank=place.data_rank,
         plan_ranks=len(plan.ranks),
         digest=plan.digest(),
         marks=tuple(map(_mark, own)),
         dead=tuple(item.dead for item in own),
-        shares=tuple(tuple(dist.get_process_group_ranks(group)) for group in groups),
+        shares=place.shares,
         proved=proved,
     )
 
