@@ -87,9 +87,13 @@ def program_of(tape: Tape, tensors: Sequence[torch.Tensor], subject: str) -> Pro
 def prove_program(program: Program, hypothesis: Hypothesis) -> tuple[Verdict, Admission]:
     """The verdict on a program, and the sizes of its leaves for which it holds (all, where it could not be traced)."""
     start = time.perf_counter()
+    tensors = [name for value, prefix in zip(program.args, program.names) for name, _ in leaves(value, prefix)]
+    aligned = [name for factor in hypothesis.factors if (name := _carrier(factor, tensors)) is not None]
     try:
         with _frameworks():
-            joints = trace_joint(program.function, program.args, program.kwargs, names=program.names, wrt=program.wrt)
+            joints = trace_joint(
+                program.function, program.args, program.kwargs, names=program.names, wrt=program.wrt, aligned=aligned
+            )
     except TraceError as error:
         where = error.where if isinstance(error.where, SourceLine) else None
         reason = Reason("untraceable", f"not traceable: {error}", where)

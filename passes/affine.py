@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import sympy
 import torch
+import torch.fx
 
 Size: TypeAlias = "int | sympy.Expr"
 
@@ -31,6 +32,19 @@ class Atom:
 
     def __repr__(self) -> str:
         return f"i{self.serial}"
+
+
+class Looked(Atom):
+    """A digit of a number that a tensor of indices holds: ``node[at] // stride % size``.
+
+    A negative number counts from `extent`, the size of the dimension that is read there. Made by `looked`.
+    """
+
+    __slots__ = ("at", "extent", "node", "stride")
+
+    def __init__(self, node: torch.fx.Node, at: tuple[Affine, ...], stride: Size, size: Size, extent: Size) -> None:
+        super().__init__(size)
+        self.node, self.at, self.stride, self.extent = node, at, stride, extent
 
 
 class Affine(NamedTuple):
@@ -137,14 +151,42 @@ def flattened(group: Sequence[Atom]) -> Affine:
     return affine(0, terms)
 
 
+def looked(node: torch.fx.Node, at: tuple[Affine, ...], group: Group) -> dict[Atom, Affine | None]:
+    """Where the atoms of a dimension are that is read at the numbers that `node` holds at `at`: the same each time."""
+    known = node.meta.setdefault("looked", {})
+    stride, extent = 1, product(atom.size for atom in group)
+    mapping: dict[Atom, Affine | None] = {}
+    for atom in reversed(group):
+        key = (at, stride, atom.size, extent)
+        if key not in known:
+            known[key] = Looked(node, *key)
+        mapping[atom] = index_of(known[key])
+        stride = times(stride, atom.size)
+    return mapping
+
+
+def _target(atom: Atom, mapping: Mapped) -> Affine | None:
+    """What an atom is in new atoms; `_KEEP` where it stays."""
+    if atom in mapping or not isinstance(atom, Looked):
+        return mapping.get(atom, _KEEP)
+    at = [moved(index, mapping) for index in atom.at]
+    if at == [*atom.at]:
+        return _KEEP
+    known = tuple(index for index in at if index is not EVERY)
+    if len(known) < len(at):
+        return None
+    key = (known, atom.stride, atom.size, atom.extent)
+    return index_of(atom.node.meta["looked"].setdefault(key, Looked(atom.node, *key)))
+
+
 def moved(index: Index, mapping: Mapped) -> Index:
     """`index` in new atoms; EVERY where it needs an atom that maps to None."""
-    if index is EVERY or not index.terms or not any(atom in mapping for atom, _ in index.terms):
+    if index is EVERY or not index.terms:
         return index
     offset = index.offset
     terms: dict[Atom, Size] = {}
     for atom, coefficient in index.terms:
-        target = mapping.get(atom, _KEEP)
+        target = _target(atom, mapping)
         if target is None:
             return EVERY
         if target is _KEEP:

@@ -102,6 +102,8 @@ class Flow:
     values: dict[Node, Any] = field(default_factory=dict)
     unruled: dict[Node, str] = field(default_factory=dict)
     _size_bounds: dict[Size, Interval] = field(default_factory=dict)
+    _equal: dict[Node, Node] = field(default_factory=dict)
+    _first: dict[Any, Node] = field(default_factory=dict)
 
     def run(self, nodes: Iterable[Node]) -> Flow:
         for node in nodes:
@@ -234,6 +236,18 @@ class Flow:
                 key = Key(ROW, (row,))
                 facts[key] = cheapest([known, facts.get(key)]) or known
         return replace(value, facts=facts)
+
+    def first_equal(self, node: Node) -> Node:
+        """The first node asked for that computes what `node` does: the same operator, equal operands, no randomness."""
+        if node not in self._equal:
+            key: Any = node
+            target, meta = node.target, node.meta.get("val")
+            if isinstance(meta, torch.SymInt):
+                key = size_of(meta)
+            elif isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded not in target.tags:
+                key = (target, repr(torch.fx.node.map_arg((node.args, node.kwargs), self.first_equal)))
+            self._equal[node] = self._first.setdefault(key, node)
+        return self._equal[node]
 
     # -- what rules ask ------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ def trace_joint(
     *,
     names: Sequence[str] | None = None,
     wrt: Sequence[str],
+    aligned: Sequence[str] = (),
     max_paths: int = 64,
 ) -> tuple[JointGraph, ...]:
     """The joint graphs of ``fn(*args, **kwargs)``, one per data-dependent path, with gradients of its loss.
@@ -52,6 +53,8 @@ def trace_joint(
     wrt: names of leaves, or prefixes of them, that depend on the model: ``("outputs",)``, ``("logp",)``. Their
         floating-point tensors get gradients. A module's name, or ``"parameters"`` for all modules, means those of its
         parameters that require grad, named ``model.layers.0.weight``.
+    aligned: names of leaves whose sizes are the same as far as they all have a dimension (1 stands for any size), as
+        those of the factors of a hypothesis are.
 
     A path on which the program itself raises is left out: the step would not train there. Of each graph, ``notes`` has
     ``loss``, the node of the loss; ``raises``, the paths left out; ``assumed``, what torch took for granted about sizes
@@ -59,7 +62,7 @@ def trace_joint(
 
     Raises TraceError, with the user's line, for a program that cannot be traced.
     """
-    program = Program(fn, _named_arguments(fn, args, dict(kwargs or {}), names), len(args), tuple(wrt))
+    program = Program(fn, _named_arguments(fn, args, dict(kwargs or {}), names), len(args), tuple(wrt), tuple(aligned))
     if program.parameters() > MOST_PARAMETERS:
         return _explore(program, max_paths, symbolic=False)
     try:
@@ -77,12 +80,16 @@ MOST_PARAMETERS = 16
 
 @dataclass(frozen=True)
 class Program:
-    """What is traced: a function, its arguments by name, how many of them are positional, and what gets gradients."""
+    """What is traced: a function, its arguments by name, how many of them are positional, and what gets gradients.
+
+    aligned: leaves whose leading sizes are the same.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[tuple[str, Any], ...]
     positional: int
     wrt: tuple[str, ...]
+    aligned: tuple[str, ...] = ()
 
     def call(self, values: Sequence[Any]) -> Any:
         keywords = [name for name, _ in self.arguments[self.positional :]]
@@ -205,6 +212,7 @@ class _Inputs:
             known = ", ".join(self.found) or "no tensor"
             raise PruneError(f"wrt={list(program.wrt)} names no tensor that can have a gradient: there are {known}")
         mode.bind(used)
+        mode.align([self.found[name].shape for name in program.aligned if name in self.found])
 
     def _fakes(self, program: Program, name: str, value: Any, mode: TraceMode, used: dict[str, torch.Tensor]) -> Any:
         if isinstance(value, torch.nn.Module):

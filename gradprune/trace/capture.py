@@ -9,9 +9,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from types import FrameType
 from typing import Any, Literal
 
+import sympy
 import torch
 import torch.fx
 from torch._subclasses.fake_tensor import (
@@ -92,6 +94,14 @@ class TraceMode(CallRecorder):
         functional = FunctionalTensor.to_functional(fake).requires_grad_(role == "wrt")
         self._outside.add(_storage(functional))
         return functional
+
+    def align(self, shapes: Sequence[torch.Size]) -> None:
+        """From now on these shapes are the same in each dimension that they share, but where a size is 1."""
+        for sizes in zip_longest(*shapes, fillvalue=1):
+            nodes: list[Any] = [getattr(size, "node") for size in sizes if isinstance(size, torch.SymInt)]  # noqa: B009
+            for node in nodes[1:]:
+                if node.hint == nodes[0].hint:
+                    self._shape_env.evaluate_expr(sympy.Eq(nodes[0].expr, node.expr))
 
     def adopt(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
         """From now on the program meets `fake` where it holds `tensor`."""

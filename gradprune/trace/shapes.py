@@ -72,6 +72,8 @@ class BranchingShapeEnv(ShapeEnv):
         known = self._answers.get(orig_expr)
         if known is not None:
             return sympy.sympify(known)
+        for size, other in self._factors_to_equate(orig_expr):
+            super().evaluate_expr(sympy.Eq(size, other))
         try:
             if not _asks_about_floats(orig_expr):
                 return super().evaluate_expr(orig_expr, hint, fx_node, **kwargs)
@@ -83,6 +85,21 @@ class BranchingShapeEnv(ShapeEnv):
         if isinstance(orig_expr, (Relational, BooleanFunction)):
             return sympy.sympify(self._decide(orig_expr))
         return self._refuse(orig_expr)
+
+    def _factors_to_equate(self, question: Any) -> list[tuple[sympy.Symbol, sympy.Symbol]]:
+        """Where flattened tensors must have one size, the sizes of their dimensions that are equal in the example.
+
+        A guard on them narrows the sizes that the proof is for; without it, no position in one is known in the other.
+        """
+        if not isinstance(question, sympy.Eq) or not all(isinstance(side, sympy.Mul) for side in question.args):
+            return []
+        order = list(self.backed_var_to_val)
+        sides = [[self.replacements.get(factor, factor) for factor in side.args] for side in question.args]
+        if not all(factor in self.backed_var_to_val for side in sides for factor in side):
+            return []
+        ordered = [sorted(side, key=lambda s: (self.backed_var_to_val[s], order.index(s))) for side in sides]
+        values = [[self.backed_var_to_val[symbol] for symbol in side] for side in ordered]
+        return list(zip(*ordered)) if values[0] == values[1] else []
 
     def _make_data_dependent_error(self, expr: Any, unhinted_expr: Any, **_: Any) -> GuardOnDataDependentSymNode:
         return GuardOnDataDependentSymNode(expr, str(unhinted_expr))  # the stacks that torch adds take long

@@ -8,8 +8,20 @@ from typing import Any
 
 import torch
 
-from gradprune.passes.affine import Affine, Atom, Group, group_of, groups_of, match_groups, product, size_of
-from gradprune.passes.domain import Known, Value, joined_rows, moved_rows
+from gradprune.passes.affine import (
+    Affine,
+    Atom,
+    Group,
+    flattened,
+    group_of,
+    groups_of,
+    looked,
+    match_groups,
+    product,
+    same_size,
+    size_of,
+)
+from gradprune.passes.domain import Known, Value, joined_rows, moved_facts, moved_rows
 from gradprune.passes.flow import Flow, Node
 from gradprune.passes.registry import rule
 from gradprune.passes.rules.choice import picked_by_condition
@@ -23,6 +35,8 @@ def gather(flow: Flow, node: Node, a: Any, dim: int, index: Any, **_: Any) -> Va
     place = axis(dim, len(value.dims))
     mapping = same_positions(value.dims, positions.dims, {place})
     rows = joined_rows([moved_rows(value.rows, mapping), positions.rows])
+    if value.dims:
+        mapping |= looked(flow.first_equal(index), tuple(map(flattened, positions.dims)), value.dims[place])
     return replace(remapped(value, positions.dims, mapping), rows=rows)
 
 
@@ -46,31 +60,51 @@ def index_select(flow: Flow, node: Node, a: Any, dim: int, index: Any) -> Value:
     dims = list(value.dims)
     if dims:
         dims[place] = group_of(size_of(node.meta["val"].shape[place]))
-    return also_reading(flow, remapped(value, dims, forgotten(value.dims[place : place + 1])), index)
+    at = tuple(map(flattened, dims[place : place + 1] * index.meta["val"].dim()))
+    return _read_at(flow, value, dims, forgotten(value.dims[place : place + 1]), [(index, at, value.dims[place])])
+
+
+def _read_at(
+    flow: Flow,
+    value: Value,
+    dims: Sequence[Group],
+    mapping: dict[Atom, Affine | None],
+    reads: Sequence[tuple[Node, tuple[Affine, ...], Group]],
+) -> Value:
+    """`value` read where the tensors of `reads` say, each at `at` for one dimension: facts stay those of that place.
+
+    No row is known to be read: which it is depends on the indices.
+    """
+    read = remapped(value, dims, mapping)
+    places = {
+        atom: index for node, at, group in reads for atom, index in looked(flow.first_equal(node), at, group).items()
+    }
+    facts = moved_facts(value.facts, {**mapping, **places})
+    return also_reading(flow, replace(read, facts=facts), *(node for node, _, _ in reads))
 
 
 @rule("aten.index.Tensor", "aten._unsafe_index.Tensor")
 def index_(flow: Flow, node: Node, a: Any, indices: Sequence[Any]) -> Value:
     value = flow.value(a)
     shape = node.meta["val"].shape
-    dims, mapping = indexed_dims(value.dims, indices, groups_of(shape))
-    read = also_reading(flow, remapped(value, dims, mapping), *(index for index in indices if index is not None))
+    dims, mapping, reads = indexed_dims(value.dims, indices, groups_of(shape))
+    read = _read_at(flow, value, dims, mapping, reads)
+    read = also_reading(flow, read, *(index for index in indices if index is not None))
     selected = _known_where_selected(flow, node, value, indices)
     return replace(read, const=selected) if selected is not None and read.const is None else read
 
 
 def indexed_dims(
     dims: Sequence[Group], indices: Sequence[Any], result: Sequence[Group]
-) -> tuple[tuple[Group, ...], dict[Atom, Affine | None]]:
-    """Dims of ``a[indices]`` given fresh groups of its shape, and where the atoms of `a` are in it.
+) -> tuple[tuple[Group, ...], dict[Atom, Affine | None], list[tuple[Node, tuple[Affine, ...], Group]]]:
+    """Dims of ``a[indices]`` given fresh groups of its shape, where the atoms of `a` are in it, and what is read where.
 
     Dimensions that are not indexed stay; the indexed ones give way to the broadcast index, in place if they are
     adjacent, else in front. A boolean index takes as many dimensions as it has, and gives one.
     """
     taken: list[bool] = []
     for index in indices:
-        mask = index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8)
-        taken += [index is not None] * (index.meta["val"].dim() if mask else 1)
+        taken += [index is not None] * (index.meta["val"].dim() if _is_mask(index) else 1)
     taken += [False] * (len(dims) - len(taken))
     kept = [place for place, gone in enumerate(taken) if not gone]
     gone = [place for place, gone in enumerate(taken) if gone]
@@ -81,7 +115,26 @@ def indexed_dims(
     out = list(result)
     for place, source in zip(places, kept):
         out[place] = dims[source]
-    return tuple(out), forgotten(dims[place] for place in gone)
+    reads = []
+    if not any(map(_is_mask, indices)):
+        inside = out[front : front + inserted]
+        for place, index in enumerate(indices):
+            at = None if index is None else _at(index, inside)
+            reads += [(index, at, dims[place])] if at is not None else []
+    return tuple(out), forgotten(dims[place] for place in gone), reads
+
+
+def _is_mask(index: Node | None) -> bool:
+    return index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8)
+
+
+def _at(index: Node, inside: Sequence[Group]) -> tuple[Affine, ...] | None:
+    """Where in a tensor of indices each result is looked up; None where sizes of data may be broadcast."""
+    sizes = [size_of(size) for size in index.meta["val"].shape]
+    groups = inside[len(inside) - len(sizes) :]
+    if not all(size == 1 or same_size(size, product(a.size for a in group)) for size, group in zip(sizes, groups)):
+        return None
+    return tuple(Affine(0) if size == 1 else flattened(group) for size, group in zip(sizes, groups))
 
 
 def _adjacent_indices(indices: Sequence[Any]) -> bool:

@@ -19,12 +19,14 @@ from gradprune.passes.affine import (
     match_groups,
     plus,
     product,
+    quotient,
     same_size,
     size_of,
     times,
 )
 from gradprune.passes.domain import (
     NO_NEEDS,
+    Key,
     Reach,
     Value,
     joined_rows,
@@ -80,9 +82,23 @@ def _part(value: Value, place: int, first: Size | None, step: int, new: Group) -
     """Positions ``first + step * new`` of a dimension."""
     dims = (*value.dims[:place], new, *value.dims[place + 1 :])
     group = value.dims[place]
-    if len(group) != 1 or first is None:
+    if len(group) == 1 and first is not None:
+        return remapped(value, dims, {group[0]: affine(first, [(atom, step) for atom in new])})
+    whole = _whole_rows(group, first, extent(new)) if first is not None and step == 1 else None
+    if whole is None:
         return remapped(value, dims, forgotten([group]))
-    return remapped(value, dims, {group[0]: affine(first, [(atom, step) for atom in new])})
+    leading, rows = whole
+    dims = (*value.dims[:place], (*rows, *group[1:]), *value.dims[place + 1 :])
+    return remapped(value, dims, {group[0]: affine(leading, [(atom, 1) for atom in rows])})
+
+
+def _whole_rows(group: Group, first: Size, length: Size) -> tuple[Size, Group] | None:
+    """A slice of a merged dimension that takes whole positions of its leading atom: the first, and a group for them."""
+    if not group:
+        return None
+    width = product(atom.size for atom in group[1:])
+    leading, count = 0 if first == 0 else quotient(first, width), quotient(length, width)
+    return (leading, group_of(count)) if leading is not None and count is not None else None
 
 
 @rule("aten.select.int", "aten.select_copy.int")
@@ -161,11 +177,37 @@ def _own_reach(value: Value) -> Reach | None:
 
 @rule("aten.cat.default")
 def cat(flow: Flow, node: Node, tensors: Sequence[Any], dim: int = 0) -> Value:
-    """Each part sits at its offset; a fact of one part survives where the others equal the same number anyway."""
+    """Each part sits at its offset; a fact of one part survives where the others equal the same number anyway.
+
+    Parts of one size may be as well positions of a dimension of its own, as those of a stack are.
+    """
     joined = [tensor for tensor in tensors if not _is_legacy_empty(tensor, node)]
     values = operands(flow, dtype_of(node), *joined)
+    place = axis(dim, len(node.meta["val"].shape))
+    result = _side_by_side(flow, node, values, place)
+    if result.facts or result.const is not None or len(values) < 2:
+        return result
+    if not all(
+        value.dims[place] and same_size(extent(value.dims[place]), extent(values[0].dims[place])) for value in values
+    ):
+        return result
+    return _stacked(flow, node, values, place)
+
+
+def _stacked(flow: Flow, node: Node, values: Sequence[Value], place: int) -> Value:
+    outer, first = group_of(len(values)), values[0].dims
+    parts: list[tuple[Value, dict[Atom, Affine | None]]] = []
+    for value in values:
+        mapping: dict[Atom, Affine | None] = {}
+        for group, target in zip(value.dims, first):
+            match_groups(group, target, mapping)
+        parts.append((_running(value, outer, len(parts)), mapping))
+    dims = (*first[:place], (*outer, *first[place]), *first[place + 1 :])
+    return Value(dims, dtype_of(node), **mixed(flow, node, parts))
+
+
+def _side_by_side(flow: Flow, node: Node, values: Sequence[Value], place: int) -> Value:
     dims = list(groups_of(node.meta["val"].shape))
-    place = axis(dim, len(dims))
     parts, offset = [], 0
     for value in values:
         mapping: dict[Atom, Affine | None] = {}
@@ -174,7 +216,7 @@ def cat(flow: Flow, node: Node, tensors: Sequence[Any], dim: int = 0) -> Value:
                 mapping.update(shifted_into(group, target, offset))
             else:
                 match_groups(group, target, mapping)
-        parts.append((value, mapping))
+        parts.append((value if value.dims[place] else _running(value, dims[place], offset), mapping))
         offset = plus(offset, extent(value.dims[place]))
     return Value(tuple(dims), dtype_of(node), **mixed(flow, node, parts))
 
@@ -196,14 +238,31 @@ def stack(flow: Flow, node: Node, tensors: Sequence[Any], dim: int = 0) -> Value
     dims = groups_of(node.meta["val"].shape)
     place = axis(dim, len(dims))
     kept = (*dims[:place], *dims[place + 1 :])
-    parts = []
+    parts: list[tuple[Value, dict[Atom, Affine | None]]] = []
     for tensor in tensors:
         mapping: dict[Atom, Affine | None] = {}
         value = flow.value(tensor)
         for group, target in zip(value.dims, kept):
             match_groups(group, target, mapping)
-        parts.append((value, mapping))
+        parts.append((_running(value, dims[place], len(parts)), mapping))
     return Value(dims, dtype_of(node), **mixed(flow, node, parts))
+
+
+def _running(value: Value, group: Group, offset: Size) -> Value:
+    """A part that takes only position `offset` of the dimension `group`: there, a constant index is also one that runs
+    along with the dimension, as those of the parts beside it may."""
+    if len(group) != 1:
+        return value
+
+    def run(index: Any) -> Any:
+        constant = isinstance(index, Affine) and not index.terms
+        return affine(plus(index.offset, times(-1, offset)), [(group[0], 1)]) if constant else index
+
+    facts = dict(value.facts)
+    for (factor, indices), known in value.facts.items():
+        for place in range(len(indices)):
+            facts.setdefault(Key(factor, (*indices[:place], run(indices[place]), *indices[place + 1 :])), known)
+    return replace(value, facts=facts, rows=run(value.rows))
 
 
 @rule("aten.constant_pad_nd.default")

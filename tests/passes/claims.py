@@ -12,7 +12,7 @@ import torch.fx
 
 from gradprune.facts import BOUND
 from gradprune.joint import JointGraph
-from gradprune.passes.affine import EVERY, Affine, Atom, size_of
+from gradprune.passes.affine import EVERY, Affine, Atom, Looked, size_of
 from gradprune.passes.domain import Key, Need, Needs, Value
 from gradprune.passes.flow import ROW, Flow
 
@@ -178,8 +178,16 @@ class Checker:
     def _evaluate(self, index: Affine, grid: Mapping[Atom, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
         result = torch.full(tuple(shape), self._size(index.offset), dtype=torch.long)
         for atom, coefficient in index.terms:
-            result = result + self._size(coefficient) * grid[atom]
+            place = self._looked_up(atom, grid, shape) if isinstance(atom, Looked) else grid[atom]
+            result = result + self._size(coefficient) * place
         return result
+
+    def _looked_up(self, atom: Looked, grid: Mapping[Atom, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        numbers = self.values[atom.node]
+        at = tuple(self._evaluate(index, grid, shape) for index in atom.at)
+        found = numbers[at] if at else numbers.expand(tuple(shape))
+        found = torch.where(found < 0, found + self._size(atom.extent), found)
+        return found // self._size(atom.stride) % self._size(atom.size)
 
 
 def live_rows(factors: Tensors) -> torch.Tensor:

@@ -72,6 +72,10 @@ MUTATIONS = (
     Mutation("rules/scatters.py", "new = Known(old.value + new.value, old.needs | new.needs) if old is not None and new is not None else None", "pass"),
     Mutation("rules/scatters.py", "zero = result.const if result.is_zero() else None", "zero = result.const"),
     Mutation("rules/scatters.py", "facts=only_zeros(result.facts), bounds=ANY", "facts=result.facts, bounds=result.bounds"),
+    Mutation("flow.py", "torch.Tag.nondeterministic_seeded not in target.tags", "target.tags is not None"),
+    Mutation("affine.py", "key = (at, stride, atom.size, extent)", "key = ((), stride, atom.size, extent)"),
+    Mutation("rules/slices.py", "affine(plus(index.offset, times(-1, offset)), [(group[0], 1)])", "affine(index.offset, [(group[0], 1)])"),
+    Mutation("rules/slices.py", "leading, count = 0 if first == 0 else quotient(first, width), quotient(length, width)", "leading, count = 0, quotient(length, width)"),
     # reductions, orders, products
     Mutation("rules/reductions.py", "result = reduced(value, dim, keepdim, node, _zero)\n    one_sign", "result = reduced(value, dim, keepdim, node, _any_number)\n    one_sign"),
     Mutation("rules/reductions.py", "read = remapped(value, out, forgotten(value.dims[place] for place in places))", "read = remapped(value, out)"),

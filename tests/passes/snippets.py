@@ -40,6 +40,46 @@ def constant(b: Builder, number: float) -> Node:
     return b.call(aten.full.default, [2, 3], number)
 
 
+def at_positions(b: Builder, first: Node, second: Node) -> Node:
+    rows = b.call(aten.unsqueeze.default, b.call(aten.index_select.default, b.a, 0, first), 1)
+    return b.call(aten.mul.Tensor, rows, b.call(aten.index.Tensor, b.m, [second]))
+
+
+def gathered_along_tokens(b: Builder, dim: int) -> Node:
+    positions = b.index([2, 3], 2)
+    spread = b.call(aten.expand.default, column(b), [2, 3])
+    return b.call(
+        aten.mul.Tensor,
+        b.call(aten.gather.default, spread, 1, positions),
+        b.call(aten.gather.default, b.m, dim, positions),
+    )
+
+
+def last(b: Builder) -> Node:
+    """The last token of the mask [2]."""
+    return b.call(aten.select.int, b.m, 1, 2)
+
+
+def stacked(b: Builder, x: Node, *rows: int) -> Node:
+    return b.call(aten.stack.default, [b.call(aten.select.int, x, 0, row) for row in rows])
+
+
+def joined(b: Builder, *rows: int) -> Node:
+    """The mask, its rows cut and joined in this order."""
+    parts = [b.call(aten.select.int, b.m, 0, row) for row in rows]
+    return b.call(aten.view.default, b.call(aten.cat.default, parts), [2, 3])
+
+
+def line(b: Builder, x: Node, start: int) -> Node:
+    """Three elements of a tensor [2, 3] in one line."""
+    flat = b.call(aten.reshape.default, b.call(aten.expand.default, x, [2, 3]), [6])
+    return b.call(aten.slice.Tensor, flat, 0, start, start + 3)
+
+
+def cut(b: Builder, start: int) -> Node:
+    return b.call(aten.mul.Tensor, line(b, column(b), start), line(b, b.m, start))
+
+
 def mask(b: Builder) -> Node:
     return b.call(aten.ne.Scalar, b.m, 0)
 
@@ -210,6 +250,19 @@ DERIVED: dict[str, tuple[Callable[[Builder], Node], object]] = {
         None,
     ),
     "matrix product with zeros": (lambda b: b.call(aten.mm.default, product(b), b.call(aten.t.default, data(b))), 0),
+    "both read at the same positions": (lambda b: at_positions(b, x := b.index([4], 2), x), 0),
+    "both read at positions that may differ": (lambda b: at_positions(b, b.index([4], 2), b.index([4], 2)), None),
+    "both gathered along tokens": (lambda b: gathered_along_tokens(b, 1), 0),
+    "gathered along rows and tokens": (lambda b: gathered_along_tokens(b, 0), None),
+    "rows cut and stacked": (lambda b: b.call(aten.mul.Tensor, stacked(b, b.a, 0, 1), stacked(b, last(b), 0, 1)), 0),
+    "rows stacked in another order": (
+        lambda b: b.call(aten.mul.Tensor, stacked(b, b.a, 0, 1), stacked(b, last(b), 1, 0)),
+        None,
+    ),
+    "rows joined and viewed": (lambda b: b.call(aten.mul.Tensor, joined(b, 0, 1), column(b)), 0),
+    "rows joined in another order and viewed": (lambda b: b.call(aten.mul.Tensor, joined(b, 1, 0), column(b)), None),
+    "a line cut at rows": (lambda b: cut(b, 3), 0),
+    "a line cut within rows": (lambda b: b.call(aten.mul.Tensor, line(b, column(b), 2), line(b, b.m, 3)), None),
     "zeros as integers": (unary(aten._to_copy.default, dtype=torch.int64), 0),
     "negative infinity as integers": (
         lambda b: b.call(aten._to_copy.default, b.call(aten.log.default, product(b)), dtype=torch.int64),
@@ -225,6 +278,10 @@ def given(*numbers: float) -> Callable[[Builder], Node]:
 
 
 nans, zeros, some = given(NAN), given(0.0), given(2.0, -3.0, 0.5)
+
+
+def given_index(b: Builder, *numbers: int) -> Node:
+    return b._placeholder(f"index{len(b.values)}", torch.tensor(numbers), None)
 
 
 def infinities(b: Builder) -> Node:
@@ -342,6 +399,13 @@ HOSTILE: dict[str, Callable[[Builder], Node]] = {
         aten.sub.Tensor, b.call(aten.full.default, [2, 3], 1e39, dtype=torch.float64), constant(b, 0.0)
     ),
     "positions of indices apart": by_two_apart,
+    "read from the end": lambda b: b.call(aten.index.Tensor, b.m, [given_index(b, -1, 0, -2, 1)]),
+    "read from the end of a line": lambda b: b.call(
+        aten.index.Tensor, b.call(aten.reshape.default, b.m, [6]), [given_index(b, -1, 0, -5, 3)]
+    ),
+    "read for all columns at once": lambda b: b.call(
+        aten.index.Tensor, b.m, [given_index(b, 0, 1), b._placeholder("rows", torch.tensor([[2], [0]]), None)]
+    ),
     "products of minus one": lambda b: b.call(
         aten.scatter_reduce.two, product(b), 1, b.index([2, 3], 3), product(b), "prod", include_self=False
     ),

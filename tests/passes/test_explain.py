@@ -32,7 +32,7 @@ LINES = {
     "step_at_zero": ("lost-factor", "torch.heaviside(adv", "-logp"),
     "divided_by_advantage": ("lost-factor", "/ adv[:, None]", "logp * mask"),
     "leave_one_out": ("lost-factor", "a = adv - (adv.sum() - adv)", "(a * (logp * mask)"),
-    "neighbour_row": ("lost-factor", "adv.roll(1, 0)", "adv.roll(1, 0)"),
+    "neighbour_row": ("misaligned", "adv.roll(1, 0)", "adv.roll(1, 0)"),
     "mean_advantage": ("lost-factor", "weight = (adv[:, None]", "-logp * weight"),
     "sorted_advantages": ("lost-factor", "adv.sort()", "-logp"),
     "return_to_go": ("lost-factor", "adv.flip(1).cumsum(1)", "g * logp * mask"),

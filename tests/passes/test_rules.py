@@ -64,6 +64,19 @@ def test_refuses_sizes_that_may_be_broadcast() -> None:
     assert not prove(loss, {**inputs, "k": torch.tensor(4)}, zero="adv * mask", wrt="x")
 
 
+def test_refuses_positions_drawn_twice() -> None:
+    def loss(x, adv, mask):
+        return (x * adv[torch.randperm(4)] * mask[torch.randperm(4)]).sum()
+
+    def drawn_once(x, adv, mask):
+        order = torch.randperm(4)
+        return (x * adv[order] * mask[order]).sum()
+
+    inputs = (torch.ones(4), torch.ones(4), torch.zeros(4))
+    assert prove(drawn_once, inputs, zero="adv * mask", wrt="x")
+    assert not prove(loss, inputs, zero="adv * mask", wrt="x")
+
+
 # -- random operands -----------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,8 @@
 They stand for trainers that nobody has loaded yet. `tokens` weighs single tokens, `sequences` whole rows and packed
 batches, `control` lets data decide (branches, counts, selections), `machinery` leaves plain eager code (autograd
 functions, compiled helpers, casts, grad modes), in `coupled` rows without advantage matter to others, and in `live`
-every loss has a gradient that no advantage switches off.
+every loss has a gradient that no advantage switches off. `policies` are objectives as papers write them, `packed` what
+packing, cutting and gathering does to them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 Loss = Callable[..., torch.Tensor]
-FAMILIES = ("tokens", "sequences", "control", "machinery", "coupled", "live")
+FAMILIES = ("tokens", "sequences", "policies", "packed", "control", "machinery", "coupled", "live")
 
 
 def variants(family: str) -> dict[str, Loss]:
