@@ -17,8 +17,8 @@ from tests.peers.variants import FAMILIES
 
 FILE = Path(__file__).with_name("expected.json")
 # Trainers and families in an order that gives two processes about the same work.
-ALL = ("trl", "openrlhf", "trinity", "unsloth", "control", "tokens", "coupled")
-ALL += ("verl", "areal", "skyrl", "liger", "sequences", "machinery", "live")
+ALL = ("trl", "openrlhf", "trinity", "unsloth", "control", "tokens", "coupled", "policies")
+ALL += ("verl", "areal", "skyrl", "liger", "sequences", "machinery", "live", "packed")
 UNQUOTED = {"rl_replacements.py"}  # AGPL: run, not quoted
 Line = dict[str, Any]
 

@@ -14,16 +14,17 @@ from tests.peers.variants import FAMILIES
 
 LINES = {name: line for name, line in expected.load().items() if expected.is_variant(name)}
 TRUTH = {"adv": "zero_microbatch", "adv * mask": "zero_product"}
-# Provable with the product, and refused: positions are lost where rows are cut apart and put together again, and where
-# a tensor of indices gathers both factors.
+# Provable with the product, and refused: a line of one tensor is cut by the sizes of another, tokens are put together
+# from pieces that lay apart, positions of a mask are read in place of it, sums over positions are matrix products.
 MISSED = (
     "machinery/in_chunks",
-    "sequences/lists_of_samples",
-    "sequences/packed_mean_advantage",
-    "sequences/packed_segments",
-    "sequences/rows_in_another_order",
+    "packed/loop_over_lengths",
+    "packed/segment_matrix",
+    "packed/shards_of_tokens",
+    "packed/split_four_tensors",
+    "packed/valid_positions_only",
+    "policies/by_einsum",
     "sequences/segments_by_slice",
-    "sequences/sequence_gap_per_sample",
 )
 # The conditions of a proof are those of all its paths: here the one of the path that was not taken breaks.
 OTHER_PATH = {"coupled/branch_on_all_rows"}
