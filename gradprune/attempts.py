@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradprune.dead import largest
 from gradprune.facts import Condition, Dead, Live, Refusal, Verdict
 from gradprune.graphs import Arrivals, Reach
 from gradprune.guard import magnitude
@@ -56,6 +55,9 @@ class LiveRun:
     def segment(self) -> AbstractContextManager[None]:
         return self._counting.segment()
 
+    def release(self) -> None:
+        """Let go of what was recorded; who started the run calls it last, whatever happens."""
+
     def finish(self, output: Any) -> Any:
         if self._counting.counted:
             self._pruner.meter.count_backward(self._microbatch.shape, loss_of(output))
@@ -77,64 +79,49 @@ class WatchedRun:
         with self._counting.segment(), self._observed.segment():
             yield
 
-    def finish(self, output: Any) -> Any:
-        try:
-            return self._conclude(output)
-        finally:
-            self.release()
-
     def release(self) -> None:
-        """Let go of what was recorded; `finish` does, and who never gets there must."""
         self._observed.release()
 
-    def _conclude(self, output: Any) -> Any:
+    def finish(self, output: Any) -> Any:
         pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
-        self._observed.gave(output, loss)
         proof = pruner.prove(microbatch, self._observed, loss)
         if isinstance(proof, Refusal) or isinstance(proof.verdict, Refusal):
             return self._refuse(output, proof if isinstance(proof, Refusal) else proof.verdict)
         if not microbatch.known.still_holds():
             return self._run_live(output, CHANGED)
         reach = self._observed.reach(loss)
+        if (objection := self._observed.objection(reach)) is not None:
+            proof.against.append(objection)
+            return self._run_live(output, objection)
         audited = pruner.audited()
-        if proof.hidden is not None and (audited or not proof.hidden.complete):
-            return self._listen(output, proof, reach)
-        if not audited and pruner.trust.asks(proof, reach, self._observed.recomputes()):
-            pruner.try_out(microbatch, proof, reach, loss)
-            return self._run_live(output, TRIAL)
-        if audited and any(map(pruner.schedule.shields, proof.modules())):
-            pruner.hear(microbatch, Arrivals(reach.leaves), loss)
-            return output
+        if audited or not proof.runnable or pruner.trust.asks(proof, reach, self._observed.recomputes()):
+            return self._listen(output, proof, reach, audited)
         if any(pruner.schedule.stage_inputs(model) for model in microbatch.models.values()):
             # The stage before waits for a gradient, of a shape that recomputation may have cut up in this forward.
             return self._run_live(output, "observed for its proof, while the stage before waits for its gradient")
-        entrances = self._observed.entrances()
-        delivery = pruner.delivery(microbatch, pruner.schedule.owners(reach.leaves))
-        asked: list[Any] = [*entrances, *(reach.leaves if audited else ())]
-        kept = self._observed.shares_graph
-        gradients = torch.autograd.grad(loss, asked, allow_unused=True, retain_graph=kept)
-        for gradient in gradients[: len(entrances)]:
+        numbers, edges = list(self._observed.entrances), list(self._observed.entrances.values())
+        # Retained: the user may keep parts of the graph and differentiate them.
+        gradients = torch.autograd.grad(loss, edges, allow_unused=True, retain_graph=True)
+        proof.silent.update(number for number, gradient in zip(numbers, gradients) if gradient is None)
+        delivery = pruner.delivery(microbatch, pruner.reached(self._observed.reach(loss, proof.silent), proof))
+        for gradient in gradients:
             if gradient is not None:
                 delivery.see(magnitude(gradient))
-        if audited:
-            sizes = [magnitude(gradient) for gradient in gradients if gradient is not None]
-            pruner.guard.note("audit", microbatch.about, largest(sizes))
         pruner.ended(microbatch)
-        pruner.note(microbatch, Dead(microbatch.known.reason), audited=audited)
+        pruner.note(microbatch, Dead(microbatch.known.reason))
         return replaced(output, loss, delivery.ending(loss))
 
-    def _listen(self, output: Any, proof: Proof, reach: Reach) -> Any:
-        """Leave the graph on, whose hidden part neither shows its leaves nor lets itself be asked for gradients."""
+    def _listen(self, output: Any, proof: Proof, reach: Reach, audited: bool) -> Any:
+        """Leave the graph on, and look at the gradients that its own backward makes."""
         pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)
-        assert proof.hidden is not None
-        if proof.hidden.complete:
-            pruner.hear(microbatch, proof.hidden, loss)
-            return output
-        trial = None
-        if pruner.trust.asks(proof, reach, self._observed.recomputes()):
-            trial = pruner.try_out(microbatch, proof, reach, loss)
-        pruner.listen(proof.hidden, loss, trial.heard if trial is not None else None)
-        return self._run_live(output, "reentrant checkpointing hides what is reached: this backward shows it")
+        heard = None
+        if audited:
+            heard = pruner.hear(microbatch, Arrivals(reach.leaves), loss)
+        elif pruner.trust.asks(proof, reach, self._observed.recomputes()):
+            heard = pruner.try_out(microbatch, proof, reach, loss)
+        if proof.hidden is not None:
+            pruner.listen(proof.hidden, loss, heard)
+        return output if audited else self._run_live(output, TRIAL)
 
     def _run_live(self, output: Any, why: str) -> Any:
         return LiveRun(self._pruner, self._microbatch, Live(why)).finish(output)
@@ -181,31 +168,29 @@ class PrunedRun:
             pruner.book.doubt(microbatch.family)
             return self.give_up(output, f"the step does something else than what was proved: {difference}")
         reach = self._dead.reach(loss)
+        if (objection := self._dead.objection(reach)) is not None:
+            return self.give_up(output, objection)
         if not self._dead.hides and pruner.trust.asks(self._proof, reach, recomputes=False):
             pruner.try_out(microbatch, self._proof, reach, loss)
             return self.give_up(output, TRIAL)
         self._dead.cut_off()
         pruner.ended(microbatch)
-        delivery = pruner.delivery(microbatch, self._reached(reach))
+        delivery = pruner.delivery(microbatch, pruner.reached(reach, self._proof))
         for condition, size in self._failures:
             delivery.see(size)
             pruner.guard.note("condition", f"{microbatch.about}, {condition}", size)
         pruner.note(microbatch, Dead(microbatch.known.reason))
-        entrances = self._dead.entrances if self._looks_at_end else ()
+        entrances = list(self._dead.entrances.values()) if self._looks_at_end else ()
         return replaced(output, loss, delivery.ending(loss, entrances))
+
+    def release(self) -> None:
+        self._dead.release()
 
     def give_up(self, output: Any, why: str) -> Any:
         """Go on as a live microbatch."""
         self._dead.went_live()
         self._pruner.note(self._microbatch, Live(why))
         return output
-
-    def _reached(self, reach: Reach) -> list[torch.Tensor]:
-        """What the unpruned backward would reach: this run's graph tells, unless it hides a part."""
-        found = self._pruner.schedule.owners(reach.leaves)
-        if not reach.hidden:
-            return list(found)
-        return list({id(tensor): tensor for tensor in (*found, *self._proof.parameters())}.values())
 
 
 Run = LiveRun | WatchedRun | PrunedRun

@@ -7,8 +7,11 @@ while one microbatch runs, and are taken off whatever happens.
 
 from __future__ import annotations
 
+import functools
+import threading
+import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +77,50 @@ def _as_is(name: str, call: Call) -> Any:
     return call()
 
 
+class _Hook:
+    """A method of a Boundary as a hook: of this thread only, and nothing in a copy of its module."""
+
+    def __init__(self, method: Callable[..., Any] | None) -> None:
+        self._method, self._thread = method, threading.get_ident()
+
+    def __call__(self, *args: Any) -> Any:
+        if self._method is None or threading.get_ident() != self._thread:
+            return None
+        return self._method(*args)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook(None)
+
+
+class _Computing:
+    """What stands for the forward of a core while the hooks are on."""
+
+    def __init__(self, boundary: Boundary, module: torch.nn.Module, attribute: str, compiled: bool) -> None:
+        self._boundary, self._module, self._compiled = boundary, module, compiled
+        self._forward: Forward = getattr(module, attribute)
+        self._thread = threading.get_ident()
+        functools.update_wrapper(self, self._forward)  # callers look at its signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        boundary = self._boundary
+        if self._module is not boundary._core or threading.get_ident() != self._thread:
+            return self._forward(*args, **kwargs)
+        boundary._core = None
+        call = Call(self._module, self._plain, args, kwargs, self._compiled)
+        return boundary._compute(boundary._name, call)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        self._boundary._depth += 1  # a recomputation may come while the hooks are on: it is no call of the user's
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._boundary._depth -= 1
+
+    def __deepcopy__(self, memo: Any) -> Forward:
+        copied = memo.get(id(self._module))
+        return self._forward if copied is None else types.MethodType(type(copied).forward, copied)
+
+
 class Boundary:
     """Turns the outermost calls among `modules` into events.
 
@@ -91,21 +138,29 @@ class Boundary:
         self._core: torch.nn.Module | None = None
         self._outer = ExitStack()
 
+    def release(self) -> None:
+        """Let go of whom it tells: they refer to each other."""
+        self._around, self._compute, self._returned = nullcontext, _as_is, _unchanged
+
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """The hooks are on while this is open; re-open it to go on with the same microbatch."""
         cores = list(map(core_of, self._modules))
         with ExitStack() as hooks:
             for module in dict.fromkeys([*self._modules, *cores]):
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # it takes no hooks: its calls are not seen
                 in_place = is_compiled_in_place(module)
                 if self._compute is not _as_is and module in cores:
-                    hooks.enter_context(replaced(module, *self._computed(module, in_place)))
+                    attribute = "_compiled_call_impl" if in_place else "forward"
+                    computing = _Computing(self, module, attribute, in_place or hasattr(module, "_orig_mod"))
+                    hooks.enter_context(replaced(module, attribute, computing))
                 if in_place:
                     hooks.enter_context(around_calls(module, self._before, self._after))
                     continue
                 handles = (
-                    module.register_forward_pre_hook(self._before),
-                    module.register_forward_hook(self._after, always_call=True),
+                    module.register_forward_pre_hook(_Hook(self._before)),
+                    module.register_forward_hook(_Hook(self._after), always_call=True),
                 )
                 for handle in handles:
                     hooks.callback(handle.remove)
@@ -114,26 +169,6 @@ class Boundary:
             finally:
                 self._depth = 0
                 self._outer.close()
-
-    def _computed(self, module: torch.nn.Module, in_place: bool) -> tuple[str, Forward]:
-        """The attribute of a core that computes, and what to replace it by."""
-        attribute = "_compiled_call_impl" if in_place else "forward"
-        forward, compiled = getattr(module, attribute), in_place or hasattr(module, "_orig_mod")
-
-        def plain(*args: Any, **kwargs: Any) -> Any:
-            self._depth += 1  # a recomputation may come while the hooks are on: it is no call of the user's
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                self._depth -= 1
-
-        def computing(*args: Any, **kwargs: Any) -> Any:
-            if module is not self._core:
-                return forward(*args, **kwargs)
-            self._core = None
-            return self._compute(self._name, Call(module, plain, args, kwargs, compiled))
-
-        return attribute, computing
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         if self._depth == 0:

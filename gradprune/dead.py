@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from gradprune.guard import magnitude, poison_of
-from gradprune.modes import keeps_graph
+from gradprune.modes import destination, keeps_graph
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -63,8 +63,7 @@ class Delivery:
         if self._anchor is None:
             with torch.enable_grad():
                 dummy = torch.zeros((), requires_grad=True)
-                waiting = self._parameters if self._to_all else list(filter(needs_zero, self._parameters))
-                self._anchor = _Anchor.apply(self, dummy, *waiting, *self._others)
+                self._anchor = _Anchor.apply(self, dummy, *self._parameters, *self._others)
         return self._anchor
 
     def bound(self, output: torch.Tensor) -> torch.Tensor:
@@ -82,13 +81,16 @@ class Delivery:
         """Take note of a magnitude that should be zero."""
         self._magnitudes.append(size)
 
-    def fill(self, waiting: Sequence[torch.Tensor]) -> None:
-        """Give a zero to parameters besides those `waiting` for one, whose gradient was set to None meanwhile: by a
-        ``zero_grad()`` between the loss and its backward."""
-        served = {id(parameter) for parameter in waiting}
-        for parameter in self._parameters:
-            if id(parameter) not in served and gradient_of(parameter) is None:
-                parameter.grad = torch.zeros_like(parameter)
+    def zeros(self, edges: Sequence[Any]) -> list[torch.Tensor | None]:
+        """What goes along `edges`, to the parameters and the other tensors: a zero where one would be missed."""
+        tensors = [*self._parameters, *self._others]
+        first = 0 if self._to_all else len(self._parameters)
+        sent: list[torch.Tensor | None] = []
+        for index, (tensor, (node, _)) in enumerate(zip(tensors, edges)):
+            goal = destination(node)
+            wanted = goal == "caller" or (goal == "grad" and (index >= first or needs_zero(tensor)))
+            sent.append(_zero(tensor) if wanted else None)
+        return sent
 
     def close(self) -> torch.Tensor | None:
         """Report what the boundaries saw; the largest of it, or None if none of them ran."""
@@ -172,18 +174,22 @@ def shield(output: torch.Tensor) -> torch.Tensor:
     return output.view_as(output) if output._is_view() else _Shield.apply(output)
 
 
+def _zero(tensor: torch.Tensor) -> torch.Tensor:
+    """A gradient of zero; where the caller will differentiate it, one with a graph."""
+    return tensor * 0.0 if torch.is_grad_enabled() else torch.zeros_like(tensor)
+
+
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, delivery: Delivery, dummy: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.delivery, ctx.parameters = delivery, parameters
+    def forward(ctx: Any, delivery: Delivery, dummy: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.delivery = delivery
         return dummy.detach().clone()
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
-        ctx.delivery.fill(ctx.parameters)
         size = ctx.delivery.close()
-        zeros = [torch.zeros_like(parameter) for parameter in ctx.parameters]
-        parts = [part for zero in zeros if (part := _local(zero)).numel()]
+        zeros = ctx.delivery.zeros(ctx.next_functions[1:])
+        parts = [part for zero in zeros if zero is not None and (part := _local(zero)).numel()]
         if size is not None and parts:
             smallest = min(parts, key=torch.Tensor.numel)
             smallest.add_(poison_of(size).to(smallest.device, smallest.dtype))

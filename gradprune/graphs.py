@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,30 +13,35 @@ from torch.autograd.graph import GradientEdge
 #: Packages whose autograd.Functions give a gradient of zero for a cotangent of zero, and the ones that do not.
 _LINEAR = ("torch.", "gradprune.", "megatron.core.", "transformer_engine.")
 _INJECTING = ("MoEAuxLossAutoScaler", "MTPLossAutoScaler", "DSAIndexerLossAutoScaler")
-_OPENS_NOTHING = "torch._functorch."  # a compiled region: what Functions it was made of does not show
+#: Of torch's own, those that run what others wrote: compiled regions and the backwards of custom operators.
+_UNKNOWN = ("torch._functorch.", "torch._library.")
 
 
 @dataclass(frozen=True)
 class Reach:
     """What a backward would come to. leaves: tensors into which it accumulates, each once. hidden: there may be more,
     since reentrant checkpointing hides the graph inside a segment. functions: autograd.Functions of the model of which
-    it is not known that they add no gradient of their own."""
+    it is not known that they add no gradient of their own. of_loss: the user's autograd.Functions outside the model."""
 
     leaves: tuple[torch.Tensor, ...]
     hidden: bool
     functions: frozenset[type]
+    of_loss: frozenset[type]
 
 
-def reach_of(loss: torch.Tensor, entrances: Iterable[GradientEdge]) -> Reach:
+def reach_of(loss: torch.Tensor, entrances: Mapping[int, GradientEdge], silent: Container[int] = ()) -> Reach:
     """Walk the graph of `loss`, and that of the model behind those of `entrances` that it comes to: about a microsecond
-    a node."""
+    a node. silent: entrances that get no gradient."""
     found: dict[int, torch.Tensor] = {}
-    gates: dict[Any, bool] = dict.fromkeys((edge.node for edge in entrances), False)
+    gates: dict[Any, bool] = dict.fromkeys((edge.node for edge in entrances.values()), False)
+    closed = {edge.node for number, edge in entrances.items() if number in silent}
+    closed -= {edge.node for number, edge in entrances.items() if number not in silent}
     seen: set[Any] = set()
     outside = _walk([loss.grad_fn], gates, seen, found)
-    inside = _walk([node for node, met in gates.items() if met], {}, seen, found)
+    inside = _walk([node for node, met in gates.items() if met and node not in closed], {}, seen, found)
     hidden = any(kind.__name__ == "CheckpointFunctionBackward" for kind in inside | outside)
-    return Reach(tuple(found.values()), hidden, frozenset(kind for kind in inside if not _is_linear(kind)))
+    functions = frozenset(kind for kind in inside if not _is_linear(kind))
+    return Reach(tuple(found.values()), hidden, functions, frozenset(filter(_is_of_user, outside)))
 
 
 def _walk(todo: list[Any], gates: dict[Any, bool], seen: set[Any], found: dict[int, torch.Tensor]) -> set[type]:
@@ -59,11 +64,16 @@ def _walk(todo: list[Any], gates: dict[Any, bool], seen: set[Any], found: dict[i
     return kinds
 
 
+def _is_of_user(kind: type) -> bool:
+    function: Any = getattr(kind, "_forward_cls", None)
+    return function is not None and not function.__module__.startswith(_LINEAR)
+
+
 def _is_linear(kind: type) -> bool:
     function: Any = getattr(kind, "_forward_cls", None)
     if function is None:
         return True  # torch's own operators
-    if function.__name__ in _INJECTING or function.__module__.startswith(_OPENS_NOTHING):
+    if function.__name__ in _INJECTING or function.__module__.startswith(_UNKNOWN):
         return False
     return bool(function.__module__.startswith(_LINEAR))
 
@@ -75,7 +85,7 @@ class Arrivals:
     """
 
     def __init__(self, candidates: Iterable[torch.Tensor]) -> None:
-        self.complete = False
+        self.complete = self._open = False
         self._candidates = [weakref.ref(parameter) for parameter in candidates]
         self._arrived: dict[int, weakref.ref[torch.Tensor]] = {}
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -97,12 +107,18 @@ class Arrivals:
         self._handles = []
 
     def _begin(self, cotangent: torch.Tensor) -> None:
-        self.complete = True
+        self.complete = self._open = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._open = False
 
     def _hook(
         self, ref: weakref.ref[torch.Tensor], heard: Callable[[torch.Tensor], None] | None
     ) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
+        def hook(gradient: torch.Tensor | None) -> None:
+            if gradient is None or not self._open:
+                return
             self._arrived[id(ref())] = ref
             if heard is not None:
                 heard(gradient)

@@ -7,15 +7,16 @@ nothing saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gradprune.boundary import Call, modules_of
-from gradprune.modes import inside_checkpoint
+from gradprune.boundary import Call, float_leaves, replace
+from gradprune.model_state import Arguments, ModelState
+from gradprune.modes import hooks_are_allowed, inside_checkpoint
 from gradprune.random_state import RandomState
 from gradprune.trees import leaves, map_tensors
 
@@ -26,7 +27,8 @@ class Lean:
     """Runs forwards of one microbatch.
 
     buffers: what the model's forward writes to. model_buffers: all that a recomputation must leave as they are.
-    devices: where random numbers are drawn.
+    devices: where random numbers are drawn. stateful: the forward changes something of the model's own, or of what it
+    is given, so that it cannot be computed again: what it saves is kept until its loss is there. linked: see `_hidden`.
     """
 
     def __init__(
@@ -34,56 +36,61 @@ class Lean:
         buffers: Sequence[torch.Tensor],
         model_buffers: Callable[[], Iterable[torch.Tensor]],
         devices: Iterable[torch.device],
+        stateful: bool,
+        linked: Collection[str],
     ) -> None:
         self._buffers, self._model_buffers, self._devices = buffers, model_buffers, tuple(devices)
+        self._stateful, self._linked = stateful, linked
         self.hides = False
 
-    def run(self, call: Call, again: Reopen) -> Any:
+    def run(self, name: str, call: Call, again: Reopen) -> Any:
         """What `call` gives. again: opens around a recomputation of it.
 
         A compiled module saves what it saves in one go, so that only a run under no_grad keeps nothing; its part of the
         graph is then one node, and `hides` is set.
         """
-        if inside_checkpoint() or not torch.is_grad_enabled():
+        if self._stateful or inside_checkpoint() or not torch.is_grad_enabled() or not hooks_are_allowed():
             return call()  # the user's own checkpoint keeps nothing either
-        recomputing = self._recomputing(call.module, again)
+        tensors = dict.fromkeys(tensor for _, tensor in leaves((call.args, call.kwargs)))
+        given, recomputing = Arguments(tensors), _Recomputing(self, call.module, again)
         if call.compiled:
             self.hides = True
-            return _hidden(call, recomputing)
+            return _hidden(name, call, given, recomputing, self._linked)
+
+        def forward() -> Any:
+            args, kwargs = map_tensors((call.args, call.kwargs), given.as_given)
+            return call.forward(*args, **kwargs)
+
         return checkpoint(
-            call.forward,
-            *call.args,
+            forward,
             use_reentrant=False,
             preserve_rng_state=False,
             determinism_check="none",  # of shapes; that each tensor is there is checked in any case
-            context_fn=lambda: (nullcontext(), recomputing()),
-            **call.kwargs,
+            context_fn=lambda: (nullcontext(), recomputing),
         )
 
-    def _recomputing(self, model: torch.nn.Module, again: Reopen) -> Reopen:
-        """A context for the recomputation of a forward of `model` that begins now."""
-        random, before = RandomState(self._devices), [buffer.clone() for buffer in self._buffers]
-        training = [(module, module.training) for module in modules_of(model)]
 
-        @contextmanager
-        def context() -> Iterator[None]:
-            buffers = [(buffer, buffer.clone()) for buffer in self._model_buffers()]
-            modes = [(module, module.training) for module, _ in training]
-            with ExitStack() as undo:
-                undo.callback(_put, buffers)
-                undo.callback(_set_training, modes)
-                undo.enter_context(random.lent())
-                undo.enter_context(again())
-                _put(zip(self._buffers, before))
-                _set_training(training)
-                yield
+class _Recomputing:
+    """A context for recomputations of a forward of `model` that begins now; opened once for each."""
 
-        return context
+    def __init__(self, lean: Lean, model: torch.nn.Module, again: Reopen) -> None:
+        self._lean, self._again = lean, again
+        self._random, self._state = RandomState(lean._devices), ModelState(model)
+        self._before = [buffer.clone() for buffer in lean._buffers]
+        self._undo: list[ExitStack] = []
 
+    def __enter__(self) -> None:
+        buffers = [(buffer, buffer.clone()) for buffer in self._lean._model_buffers()]
+        with ExitStack() as undo:
+            undo.callback(_put, buffers)
+            undo.enter_context(self._random.lent())
+            undo.enter_context(self._state.lent())
+            undo.enter_context(self._again())
+            _put(zip(self._lean._buffers, self._before))
+            self._undo.append(undo.pop_all())
 
-def _set_training(modes: Iterable[tuple[torch.nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
+    def __exit__(self, *exception: Any) -> None:
+        self._undo.pop().__exit__(*exception)
 
 
 def _put(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -92,22 +99,27 @@ def _put(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             buffer.data.copy_(value)  # unseen by the version counter: graphs of other microbatches saved the buffer
 
 
-def _hidden(call: Call, recomputing: Reopen) -> Any:
-    """The forward as one node of the graph, which runs it again with a graph of its own in its backward."""
+def _hidden(name: str, call: Call, given: Arguments, recomputing: _Recomputing, linked: Collection[str]) -> Any:
+    """The forward as one node of the graph, which runs it again with a graph of its own in its backward. linked: names
+    of the outputs that come from that node."""
     shown: list[Any] = []
 
     def run(dummy: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = iter(tensors)
-        inputs = map_tensors((call.args, call.kwargs), lambda _: next(given))
-        with recomputing() if torch.is_grad_enabled() else nullcontext():
-            output = call.forward(*inputs[0], **inputs[1])
+        taken = iter(tensors)
+        with recomputing if torch.is_grad_enabled() else nullcontext():
+            args, kwargs = map_tensors((call.args, call.kwargs), lambda _: given.as_given(next(taken)))
+            output = call.forward(*args, **kwargs)
         shown[:] = [output]
-        return tuple(dict.fromkeys(tensor for _, tensor in leaves(output)))
+        return tuple(_linked(name, output, linked))
 
     tensors = [tensor for _, tensor in leaves((call.args, call.kwargs))]
-    found = checkpoint(run, torch.zeros((), requires_grad=True), *tensors, use_reentrant=True, preserve_rng_state=False)
+    dummy = torch.zeros((), requires_grad=True)
+    found = checkpoint(run, dummy, *tensors, use_reentrant=True, preserve_rng_state=False)
     (output,) = shown
     shown.clear()
-    plain = dict.fromkeys(tensor for _, tensor in leaves(output))
-    new = {id(tensor): linked for tensor, linked in zip(plain, found)}
-    return map_tensors(output, lambda tensor: new[id(tensor)])
+    new = {id(tensor): from_node for tensor, from_node in zip(_linked(name, output, linked), found)}
+    return replace(output, new)
+
+
+def _linked(name: str, output: Any, linked: Collection[str]) -> list[torch.Tensor]:
+    return [tensor for leaf, tensor in float_leaves(name, output) if leaf in linked]

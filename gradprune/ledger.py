@@ -40,6 +40,15 @@ class Ledger:
             if tensor is not None and _memory(tensor) in memory:
                 self._void.add(number)
 
+    def void_hidden_writes(self, tensors: list[torch.Tensor]) -> None:
+        """`tensors` were written to: what shares their memory and does not show it, as ``x`` when ``x.data`` is, is
+        unknown from now on."""
+        memory = set(map(_memory, tensors)) - {0}
+        for reference, number in self._known.values():
+            tensor = reference()
+            if tensor is not None and self._versions[number] == _version(tensor) and _memory(tensor) in memory:
+                self._void.add(number)
+
     def spoiled(self, tensor: torch.Tensor) -> bool:
         """Whether the memory of a tensor, seen before or not, was ever declared void."""
         return _memory(tensor) in self._spoiled if self._spoiled else False

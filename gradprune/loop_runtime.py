@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradprune.attempts import LiveRun, Run, WatchedRun
+from gradprune.attempts import LiveRun, Run
 from gradprune.errors import PruneError, StalePlanError
 from gradprune.explanation import Explanation
 from gradprune.facts import Live, Reason, Refusal
@@ -141,7 +141,7 @@ class LoopMicrobatch:
     def __init__(self, loop: PrunedLoop, microbatch: Microbatch, run: Run, problem: str | None) -> None:
         self._loop, self._microbatch, self._problem = loop, microbatch, problem
         self._run: Run | None = run
-        self._release = run.release if isinstance(run, WatchedRun) else None
+        self._release: Any = run.release
         self._stack = ExitStack()
 
     def __enter__(self) -> LoopMicrobatch:

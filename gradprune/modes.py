@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 
 
@@ -19,3 +21,16 @@ def inside_checkpoint() -> bool:
 def keeps_graph() -> bool:
     """Inside a backward: whether it was called with ``retain_graph=True``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def destination(node: Any) -> Literal["grad", "caller", "nowhere"]:
+    """Inside a backward: where a gradient for the leaf of this AccumulateGrad node goes."""
+    try:
+        return "grad" if torch._C._will_engine_execute_node(node) else "nowhere"
+    except RuntimeError:  # says so of a leaf that ``torch.autograd.grad`` was asked for
+        return "caller"
+
+
+def hooks_are_allowed() -> bool:
+    """Whether ``saved_tensors_hooks`` may be entered here: not inside torch.func, for instance."""
+    return bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]

@@ -17,7 +17,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        if inherited:
+        if vars(owner).get(name) is not value:
+            pass  # somebody else replaced it since, for good
+        elif inherited:
             delattr(owner, name)
         else:
             setattr(owner, name, before)

@@ -31,7 +31,8 @@ class Proof:
     entries: the modules at which the model began. reached: the parameters behind them into which gradient would flow.
     buffers: those that the forward writes to. communicates: the step issues collectives itself, outside the model.
     wide: the model's outputs are so much larger than the batch that the loss's own backward is worth saving. hidden:
-    learns what else is reached, where the graph hides a part of itself.
+    learns what else is reached, where the graph hides a part of itself. silent: leaves of the tape for which the loss's
+    backward has None. linked: the outputs of the model that require grad. against: why its runs must stay live.
     """
 
     verdict: Verdict
@@ -43,6 +44,10 @@ class Proof:
     communicates: bool = False
     wide: bool = False
     hidden: Arrivals | None = None
+    stateful: bool = False
+    linked: frozenset[str] = frozenset()
+    silent: set[int] = field(default_factory=set)
+    against: list[str] = field(default_factory=list)
 
     @functools.cached_property
     def checks(self) -> Checks:

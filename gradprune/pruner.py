@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from gradprune.attempts import LiveRun, PrunedRun, Run, WatchedRun
+from gradprune.boundary import modules_of
 from gradprune.data_parallel import DataParallel
 from gradprune.dead import Delivery
 from gradprune.errors import NoEffectWarning, PruneError, TraceError
@@ -32,7 +34,7 @@ from gradprune.proofs import Proof, ProofBook
 from gradprune.runs import ObservedRun
 from gradprune.schedule import Schedule
 from gradprune.tape import Tape
-from gradprune.trust import Trial, Trust
+from gradprune.trust import Trust
 
 _REMEMBERED = 10_000
 
@@ -115,6 +117,8 @@ class Pruner:
             return Live("the step computed too many different things to prove each")
         if proof is not None and isinstance(proof.verdict, Refusal):
             return Live(f"not proved: {proof.verdict.reasons[0]}")
+        if proof is not None and proof.against:
+            return Live(proof.against[0])
         return proof
 
     def forbidden(self, microbatch: Microbatch) -> Live | None:
@@ -123,6 +127,14 @@ class Pruner:
             return Live(microbatch.known.reason)
         if not torch.is_grad_enabled():
             return Live("gradients are switched off")
+        if any(map(is_lazy, (parameter for model in microbatch.models.values() for parameter in model.parameters()))):
+            return Live("the model has parameters that its first forward makes")
+        if any(
+            isinstance(module, torch.jit.ScriptModule)
+            for model in microbatch.models.values()
+            for module in modules_of(model)
+        ):
+            return Live("the model has a ScriptModule, whose calls cannot be watched")
         objection = self.schedule.objection(microbatch.known.plan)
         if objection is None:
             objection = self.parallel.objection(microbatch.models.values(), self.schedule.shields)
@@ -152,17 +164,21 @@ class Pruner:
         except TraceError as error:
             where: Any = error.where
             return Refusal(self.policy.hypothesis, (), (Reason("untraceable", str(error), where),), self._name)
-        found = self._known(microbatch, tape, tensors) or self._new(microbatch, run, tape, tensors, loss)
+        try:
+            found = self._known(microbatch, run, tape, tensors) or self._new(microbatch, run, tape, tensors, loss)
+        except Exception as error:  # noqa: BLE001  no fault of the analysis may stop a training
+            message = f"the analysis failed: {type(error).__name__}: {error}"
+            return Refusal(self.policy.hypothesis, (), (Reason("untraceable", message),), self._name)
         self.book.saw(microbatch.family, *found)
         return found[1]
 
     def _known(
-        self, microbatch: Microbatch, tape: Tape, tensors: list[torch.Tensor]
+        self, microbatch: Microbatch, run: ObservedRun, tape: Tape, tensors: list[torch.Tensor]
     ) -> tuple[tuple[Any, ...], Proof] | None:
         """A program of the book that speaks of `tape`: itself, or one with numbers left open that is proved."""
         shapes = shapes_of(tape, tensors)
         for candidate in (tape, tape.opened()[0]):
-            program = (microbatch.family, candidate.content())
+            program = (microbatch.family, candidate.content(), run.functions_read())
             proof = self.book.known(program, shapes)
             if proof is not None and (proof.verdict or candidate is tape):
                 return program, proof
@@ -173,7 +189,7 @@ class Pruner:
     ) -> tuple[tuple[Any, ...], Proof]:
         """The proof of a new program; where only numbers set it apart from others, of all such programs at once."""
         opened, numbers = tape.opened()
-        alike = (microbatch.family, opened.content())
+        alike = (microbatch.family, opened.content(), run.functions_read())
         self._alike[alike] += 1
         if numbers and self._alike[alike] == ALIKE:
             values = [torch.tensor(number, dtype=torch.float64) for number in numbers]
@@ -181,7 +197,8 @@ class Pruner:
             if verdict:
                 return alike, run.proof(verdict, opened, admission, loss)
         verdict, admission = proved_tape(tape, tensors, self._name, self.policy.hypothesis)
-        return (microbatch.family, tape.content()), run.proof(verdict, tape, admission, loss)
+        program = (microbatch.family, tape.content(), run.functions_read())
+        return program, run.proof(verdict, tape, admission, loss)
 
     def refused(self, refusal: Refusal, always: bool = False) -> None:
         """Warn of the first refusal: as long as nothing was proved, or `always`. Raises PruneError if strict."""
@@ -205,22 +222,38 @@ class Pruner:
         arrivals.listen(loss, heard)
         self._listening.append(arrivals)
 
-    def hear(self, microbatch: Microbatch, arrivals: Arrivals, loss: torch.Tensor) -> None:
-        """Audit a dead microbatch whose graph was left on by its own backward: each gradient must be zero."""
+    def hear(self, microbatch: Microbatch, arrivals: Arrivals, loss: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Audit a dead microbatch whose graph was left on by its own backward: each gradient must be zero. Returns what
+        to call with gradients besides those of `arrivals`."""
         note = functools.partial(self.guard.note, "audit", microbatch.about)
-        self.listen(arrivals, loss, lambda gradient: note(magnitude(gradient)))
+
+        def heard(gradient: torch.Tensor) -> None:
+            note(magnitude(gradient))
+
+        self.listen(arrivals, loss, heard)
         self.note(microbatch, Dead(microbatch.known.reason), audited=True)
+        return heard
+
+    def reached(self, reach: Reach, proof: Proof) -> list[torch.Tensor]:
+        """What an unpruned backward would accumulate into: a run's graph tells, unless it hides a part."""
+        found = self.schedule.owners(reach.leaves)
+        if not reach.hidden:
+            return list(found)
+        return list({id(tensor): tensor for tensor in (*found, *proof.parameters())}.values())
 
     def ended(self, microbatch: Microbatch) -> None:
         """No backward will come for the models of this microbatch."""
         for model in microbatch.models.values():
             self.schedule.ended(model)
 
-    def try_out(self, microbatch: Microbatch, proof: Proof, reach: Reach, loss: torch.Tensor) -> Trial:
-        """Watch the coming backward of a microbatch that was proved dead and runs in full all the same."""
+    def try_out(
+        self, microbatch: Microbatch, proof: Proof, reach: Reach, loss: torch.Tensor
+    ) -> Callable[[torch.Tensor], None]:
+        """Watch the coming backward of a microbatch that was proved dead and runs in full all the same. Returns what to
+        call with gradients besides those of `reach`."""
         kept = {id(buffer) for model in microbatch.models.values() for buffer in self.schedule.kept_buffers(model)}
         buffers = [buffer for buffer in microbatch.buffers() if id(buffer) not in kept]
-        return self.trust.try_out(microbatch.family, proof, reach, loss, buffers)
+        return self.trust.try_out(microbatch.family, proof, reach, loss, buffers).heard
 
     def _settle_trials(self) -> None:
         if (objection := self.trust.settle()) is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -18,6 +19,7 @@ import torch
 from gradprune.frames import is_user_file
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None))
+_HASHABLE = (int, float, bool, str, bytes)
 _DEPTH = 4
 _ITEMS = 64
 _ABSENT = object()
@@ -27,17 +29,17 @@ _ABSENT = object()
 class PythonState:
     """Remembered values by readable name; `changed` names those that differ now."""
 
-    _places: dict[str, tuple[Callable[[], Any], Any]] = field(default_factory=dict)
+    _places: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = field(default_factory=dict)
 
     def changed(self) -> list[str]:
-        return [name for name, (read, before) in self._places.items() if not _same(read(), before)]
+        return [name for name, (read, before) in self._places.items() if not _same(read(), before())]
 
     def forget(self, names: list[str]) -> None:
         for name in names:
             del self._places[name]
 
     def values(self) -> list[Any]:
-        return [value for _, value in self._places.values()]
+        return [before() for _, before in self._places.values()]
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -52,6 +54,14 @@ def capture(function: Callable[..., Any]) -> PythonState:
     return state
 
 
+def scalars_of(function: type) -> tuple[tuple[str, Any], ...]:
+    """The scalars that the methods of an autograd.Function can reach, by name."""
+    state = PythonState()
+    _visit_function_class(function.__qualname__, function, state, set(), 0)
+    found = {name: before() for name, (_, before) in state._places.items()}
+    return tuple(sorted((name, value) for name, value in found.items() if isinstance(value, _HASHABLE)))
+
+
 def _same(now: Any, before: Any) -> bool:
     if now is before:
         return True
@@ -60,14 +70,37 @@ def _same(now: Any, before: Any) -> bool:
 
 def _visit(name: str, read: Callable[[], Any], state: PythonState, seen: set[int], depth: int) -> None:
     value = read()
-    if isinstance(value, ModuleType | type) or value is _ABSENT:
+    if isinstance(value, ModuleType) or value is _ABSENT:
         return
-    state._places[name] = (read, value)
+    if isinstance(value, type):
+        if issubclass(value, torch.autograd.Function) and id(value) not in seen:
+            _visit_function_class(name, value, state, seen, depth)
+        return
+    state._places[name] = (read, _held(value))
     if isinstance(value, _SCALARS) or id(value) in seen or depth >= _DEPTH:
         return
     seen.add(id(value))
     for child, child_read in _children(value, seen):
         _visit(f"{name}{child}", child_read, state, seen, depth + 1)
+
+
+def _held(value: Any) -> Callable[[], Any]:
+    """A way to the value that keeps no tensor and no model alive."""
+    if isinstance(value, torch.Tensor | torch.nn.Module):
+        return weakref.ref(value)
+    return lambda: value
+
+
+def _visit_function_class(name: str, kind: type, state: PythonState, seen: set[int], depth: int) -> None:
+    """The numbers on an autograd.Function, and what its methods read."""
+    seen.add(id(kind))
+    for key, value in vars(kind).items():
+        method = getattr(value, "__func__", value)
+        if isinstance(value, _SCALARS) and not key.startswith("__"):
+            _visit(f"{name}.{key}", functools.partial(getattr, kind, key, _ABSENT), state, seen, depth + 1)
+        elif isinstance(method, FunctionType):
+            for place, read in _function_places(method, seen, f"{name}.{key} "):
+                _visit(place, read, state, seen, depth + 1)
 
 
 def _children(value: Any, seen: set[int]) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -89,6 +122,8 @@ def _children(value: Any, seen: set[int]) -> Iterator[tuple[str, Callable[[], An
 
 def _item(container: Any, key: Any) -> Any:
     try:
+        if isinstance(container, Mapping) and key not in container:  # a defaultdict would make it
+            return _ABSENT
         return container[key]
     except (KeyError, IndexError):
         return _ABSENT

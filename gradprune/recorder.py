@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from gradprune.collectives import reported
 from gradprune.data_numbers import DataFloat, DataInt, Formula, Recording, marked, plain, unmarked
 from gradprune.errors import TraceError
-from gradprune.facts import SourceLine
 from gradprune.frames import user_line
 from gradprune.ledger import Ledger
 from gradprune.tape import Entry, Leaf, Ref, Size, Tape, autocast_state, kind_of, tensors_in
@@ -38,8 +37,11 @@ _QUERIES = frozenset(
     """size dim ndimension numel nelement is_floating_point is_complex stride storage_offset data_ptr is_contiguous
     __len__ __bool__ __repr__ __format__ __hash__ tolist numpy __array__ equal allclose is_same_size element_size
     get_device untyped_storage storage __reduce_ex__ __deepcopy__ is_nonzero __contains__ _set_grad_enabled __int__
-    __float__ __index__ backward retain_grad is_inference result_type can_cast is_tensor is_signed __dlpack__""".split()
+    __float__ __index__ backward is_inference result_type can_cast is_tensor is_signed __dlpack__""".split()
 )
+
+#: Calls that let the user see gradients of tensors outside the model.
+_LISTENING = frozenset(["register_hook", "retain_grad", "register_post_accumulate_grad_hook"])
 
 #: Calls that give no tensor and yet change what a gradient is.
 EFFECTS = frozenset(["__setitem__", "__set__", "register_hook", "register_post_accumulate_grad_hook"])
@@ -51,6 +53,7 @@ class CallObserver(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._paused = self._elsewhere = 0
+        self.applied_functions: set[Any] = set()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -109,6 +112,7 @@ class CallObserver(TorchFunctionMode):
             yield
 
     def applied(self, cls: type, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.applied_functions.add(cls)
         return self.call(function, f"{cls.__name__}.apply", args, kwargs)
 
 
@@ -147,10 +151,10 @@ class Recorder(CallObserver):
         self._count = 0
         self._held: dict[int, torch.Tensor] = {}
         self._recording = Recording()
-        self._backward: SourceLine | None = None
+        self._refused: TraceError | None = None
         self.communicates = False
         self._edges: dict[int, GradientEdge] = {}
-        self.entrances: list[GradientEdge] = []
+        self.entrances: dict[int, GradientEdge] = {}
 
     @contextmanager
     def observing(self) -> Iterator[None]:
@@ -168,7 +172,12 @@ class Recorder(CallObserver):
             self._number(tensor)
 
     def backward_begins(self) -> None:
-        self._backward = user_line()
+        self._refuse("a backward runs inside the microbatch, before its own")
+
+    def _refuse(self, why: str) -> None:
+        """This run cannot be proved; the user's code goes on."""
+        if self._refused is None:
+            self._refused = TraceError(why, user_line())
 
     def release(self) -> None:
         """Let go of all tensors; nothing can be asked afterwards."""
@@ -185,13 +194,17 @@ class Recorder(CallObserver):
 
         From then on `entrances` says where gradient would come to those leaves.
         """
-        if self._backward is not None:
-            raise TraceError("a backward runs inside the microbatch, before its own", self._backward)
+        if self._refused is not None:
+            raise self._refused
         tape, kept = Tape(self._entries, self._leaves, self._number(loss)).sliced()
-        self.entrances = [self._edges[number] for number in kept if number in self._edges]
+        # Numbered as the leaves of the tape, which is sliced.
+        numbered = zip((leaf.number for leaf in tape.leaves), kept)
+        self.entrances = {number: self._edges[old] for number, old in numbered if old in self._edges}
         return tape, [self._held[number] for number in kept]
 
     def observe(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+        if name in _LISTENING:
+            self._refuse(f"{name} on a tensor of the step: what it is told of a gradient would be missed")
         grad, autocast = torch.is_grad_enabled(), autocast_state()
         spec = self._spec(args, name), self._spec(kwargs, name)
         result = func(*plain(args), **plain(kwargs))
@@ -231,7 +244,7 @@ class Recorder(CallObserver):
 
     def _leaf(self, tensor: torch.Tensor, number: int, hidden: bool) -> Leaf:
         if hidden and tensor.requires_grad:
-            raise TraceError("a tensor with a gradient was changed in a way that no torch call shows", user_line())
+            self._refuse("a tensor with a gradient was changed in a way that no torch call shows")
         name, found = "outside", "state"
         if id(tensor) in self._parameters:
             name = f"parameters.{self._parameters[id(tensor)]}"
@@ -268,7 +281,7 @@ class Recorder(CallObserver):
             (leaf.number, dim): size
             for leaf in self._leaves
             for dim, size in enumerate(self._held[leaf.number].shape)
-            if size > 1
+            if type(size) is int and size > 1
         }
         for offset in (0, 1, -1):
             for place, extent in extents.items():

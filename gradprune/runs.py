@@ -6,22 +6,28 @@ and modes are on only inside a segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from gradprune.boundary import Boundary, Call, float_leaves, modules_of, replace, trainable_modules
 from gradprune.checks import failure
 from gradprune.dead import shield
 from gradprune.facts import Condition, Verdict
+from gradprune.frames import is_user_file, user_line
 from gradprune.graphs import Arrivals, Reach, reach_of
 from gradprune.lean import Lean
+from gradprune.model_state import fingerprint, keeps_state
 from gradprune.patching import replaced
 from gradprune.proofs import Proof, weak
+from gradprune.python_state import scalars_of
 from gradprune.recorder import Recorder
 from gradprune.schedule import Forward, Schedule
 from gradprune.tape import Tape
@@ -54,29 +60,56 @@ class ObservedRun:
         }
         self._recorder = Recorder(named, parameters)
         modules = [module for model in models.values() for module in trainable_modules(model)]
-        self._boundary = Boundary(list(dict.fromkeys(modules)), around=self._recorder.paused, returned=self._output)
+        self._boundary = Boundary(
+            list(dict.fromkeys(modules)), around=self._recorder.paused, compute=self._compute, returned=self._output
+        )
         self._size_of_outputs = 0
-        self.shares_graph = False
-        self._saved_elsewhere = False
+        self._saved_elsewhere = self._stateful = False
+        self._hook: str | None = None
+        self._linked: set[str] = set()
         self._named = list(named.values())
         # By value: batch norm writes its statistics without a trace in the version counter.
-        self._buffers = [(buffer, buffer.clone()) for model in models.values() for _, buffer in model.named_buffers()]
+        buffers = [buffer for model in models.values() for _, buffer in model.named_buffers()]
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers if not is_lazy(buffer)]
 
     @contextmanager
     def segment(self) -> Iterator[None]:
-        with self._noticing_checkpoints(), self._recorder.observing(), self._boundary.hooked():
+        with self._noticing(), self._recorder.observing(), self._boundary.hooked():
             yield
 
     @contextmanager
-    def _noticing_checkpoints(self) -> Iterator[None]:
+    def _noticing(self) -> Iterator[None]:
+        """Notice checkpoints, and hooks on tensors inside the model."""
         enter: Any = saved_tensors_hooks.__enter__
+        register: Any = torch.Tensor.register_hook
 
         def entered(hooks: saved_tensors_hooks) -> Any:
             self._saved_elsewhere = True
             return enter(hooks)
 
-        with replaced(saved_tensors_hooks, "__enter__", entered):
+        @functools.wraps(register)
+        def registered(tensor: torch.Tensor, hook: Any) -> Any:
+            if self._hook is None and is_user_file(sys._getframe(1).f_code.co_filename):
+                self._hook = str(user_line())
+            return register(tensor, hook)
+
+        with (
+            replaced(saved_tensors_hooks, "__enter__", entered),
+            replaced(torch.Tensor, "register_hook", registered),
+        ):
             yield
+
+    def _compute(self, name: str, call: Call) -> Any:
+        before = fingerprint(call)
+        output = call()
+        self._stateful = self._stateful or keeps_state(call) or fingerprint(call) != before
+        return output
+
+    def objection(self, reach: Reach) -> str | None:
+        """Why this run must not be cut off from its graph, whatever is proved."""
+        if self._hook is not None:
+            return f"a hook on a tensor inside the model sees its gradient, at {self._hook}"
+        return unseen_functions(reach, self._recorder.applied_functions) or sparse_gradient(self._boundary.entries)
 
     def recomputes(self) -> bool:
         """Whether the backward may run parts of the forward again, of a model that has buffers."""
@@ -89,24 +122,28 @@ class ObservedRun:
                 self._recorder.add_output(leaf, tensor)
                 if tensor.requires_grad:
                     self._size_of_outputs += tensor.numel()
+                    self._linked.add(leaf)
         return output
 
     def release(self) -> None:
         """Let go of the tensors of the run: it and its hooks refer to each other, and would hold them for a while."""
         self._recorder.release()
+        self._boundary.release()
         for held in (self._named, self._buffers):
             held.clear()
 
-    def gave(self, output: Any, loss: torch.Tensor) -> None:
-        """Take note of what the step returned: `shares_graph` if the caller may differentiate more than the loss."""
-        self.shares_graph = any(tensor is not loss and tensor.requires_grad for _, tensor in leaves(output))
+    def functions_read(self) -> tuple[Any, ...]:
+        """The numbers and words that the user's Functions in this run can read, which no call shows."""
+        found = [scalars_of(function) for function in self._recorder.applied_functions]
+        return tuple(sorted(found, key=repr))
 
-    def entrances(self) -> list[GradientEdge]:
-        """Where the graph of the loss enters that of the model."""
+    @property
+    def entrances(self) -> dict[int, GradientEdge]:
+        """Where the graph of the loss enters that of the model, by the number of the leaf of the tape."""
         return self._recorder.entrances
 
-    def reach(self, loss: torch.Tensor) -> Reach:
-        return reach_of(loss, self._recorder.entrances)
+    def reach(self, loss: torch.Tensor, silent: Container[int] = ()) -> Reach:
+        return reach_of(loss, self._recorder.entrances, silent)
 
     def tape(self, loss: torch.Tensor) -> tuple[Tape, list[torch.Tensor]]:
         """What was recorded of `loss`, and the tensors of its leaves. Raises TraceError where it does not add up."""
@@ -128,7 +165,26 @@ class ObservedRun:
             self._recorder.communicates,
             wide,
             Arrivals(_others(entries, reach.leaves)) if reach.hidden else None,
+            self._stateful,
+            frozenset(self._linked),
         )
+
+
+def unseen_functions(reach: Reach, applied: Container[Any]) -> str | None:
+    """An objection to Functions of the loss whose call was not seen: their ``apply`` was bound to a name before."""
+    for kind in reach.of_loss:
+        function: Any = kind
+        if function._forward_cls not in applied:
+            return f"{function._forward_cls.__qualname__}.apply was called by a name that was bound to it before"
+    return None
+
+
+def sparse_gradient(entries: Iterable[torch.nn.Module]) -> str | None:
+    """An objection to modules whose gradient is sparse: a zero would be of another layout."""
+    for module in (module for entry in entries for module in modules_of(entry)):
+        if getattr(module, "sparse", False) is True:
+            return f"{type(module).__name__} with sparse=True has sparse gradients"
+    return None
 
 
 def _others(modules: Iterable[torch.nn.Module], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -158,7 +214,10 @@ class DeadRun:
         self._proof, self._looks, self._failed = proof, looks, failed
         self._watch = TapeWatch(proof.tape, self._look if looks else None)
         devices = {tensor.device for tensor in microbatch_tensors.values()}
-        self._lean, self._schedule = Lean(proof.written_buffers(), model_buffers, devices), schedule
+        self._lean, self._schedule = (
+            Lean(proof.written_buffers(), model_buffers, devices, proof.stateful, proof.linked),
+            schedule,
+        )
         self._forwards: list[Forward] = []
         self._model = model
         self._boundary = Boundary(
@@ -176,12 +235,16 @@ class DeadRun:
             yield
 
     @property
-    def entrances(self) -> list[GradientEdge]:
-        """Where the graph of the loss enters that of the model."""
+    def entrances(self) -> dict[int, GradientEdge]:
+        """Where the graph of the loss enters that of the model, by the number of the leaf of the tape."""
         return self._watch.entrances
 
     def reach(self, loss: torch.Tensor) -> Reach:
-        return reach_of(loss, self._watch.entrances)
+        return reach_of(loss, self._watch.entrances, self._proof.silent)
+
+    def objection(self, reach: Reach) -> str | None:
+        """Why this run must not be cut off from its graph, though its calls are those that were proved."""
+        return unseen_functions(reach, self._watch.applied_functions)
 
     @property
     def hides(self) -> bool:
@@ -197,6 +260,10 @@ class DeadRun:
         if not self._proof.admission.admits(self._watch.shapes()):
             return "these sizes are not those that it was proved for"
         return None
+
+    def release(self) -> None:
+        """Let go of the run: it and its hooks refer to each other."""
+        self._boundary.release()
 
     def cut_off(self) -> None:
         """No backward will come."""
@@ -222,7 +289,7 @@ class DeadRun:
         scheduled = self._schedule.forward(self._model)
         self._forwards.append(scheduled)
         with scheduled.first:
-            return self._lean.run(call, scheduled.again)
+            return self._lean.run(name, call, scheduled.again)
 
     def _output(self, name: str, module: torch.nn.Module, output: Any) -> Any:
         self._called.add(name)

@@ -133,9 +133,12 @@ class PrunedStep:
 
 def _finish(run: Run, call: Call) -> Any:
     """What a run finishes with that calls `call` last."""
-    with run.segment():
-        output = call()
-    return run.finish(output)
+    try:
+        with run.segment():
+            output = call()
+        return run.finish(output)
+    finally:
+        run.release()
 
 
 class _Replay:

@@ -85,6 +85,8 @@ class Trust:
             objection = f"a gradient of {gradient:g} is made inside the model although the loss sends none" + (
                 f", by one of: {names}" if names else ""
             )
+        elif not trial.complete:
+            objection = "an autograd.Function gives some of what its graph reaches no gradient"
         elif written:
             objection = "its backward writes to buffers of the model, as recomputation under a checkpoint does"
         if objection is not None:
@@ -101,8 +103,13 @@ def _name(kind: type) -> str:
     return str(function.__qualname__)
 
 
+def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether two tensors of one shape differ, a NaN from anything but a NaN; as a number."""
+    return ((one != other) & ~((one != one) & (other != other))).any().float()
+
+
 class Trial:
-    """One live microbatch whose gradients should all be zero."""
+    """One live microbatch whose gradients should all be zero. complete: each leaf got one."""
 
     def __init__(self, family: Hashable, proof: Proof, reach: Reach, buffers: Sequence[torch.Tensor]) -> None:
         self.family, self.proof, self.reach = family, proof, reach
@@ -111,6 +118,7 @@ class Trial:
         self._before: list[torch.Tensor] = []
         self._sizes: list[torch.Tensor] = []
         self._arriving: Arriving | None = None
+        self.complete = True
 
     def heard(self, gradient: torch.Tensor) -> None:
         self._sizes.append(magnitude(gradient))
@@ -122,7 +130,8 @@ class Trial:
     def _ends(self) -> None:
         if not self._sizes or self._arriving is not None:
             return
-        written = [(buffer != before).any().float() for buffer, before in zip(self._buffers, self._before)]
+        written = [_differ(buffer, before) for buffer, before in zip(self._buffers, self._before)]
+        self.complete = len(self.arrivals.parameters()) == len(self.reach.leaves)
         gradient = largest(self._sizes)
         flags = largest([flag.to(gradient.device) for flag in written]) if written else torch.zeros_like(gradient)
         self._arriving = Arriving(torch.stack([gradient, flags]))

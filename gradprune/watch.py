@@ -48,7 +48,7 @@ class TapeWatch(CallObserver):
         self._position = self._written = 0
         self._passed: dict[Any, list[int]] = {}
         self._spoiled: str | None = None
-        self.entrances: list[GradientEdge] = []
+        self.entrances: dict[int, GradientEdge] = {}
 
     def bind(self, name: str, tensor: torch.Tensor) -> None:
         """Say which tensor a leaf of the tape is; a name that the tape does not read is ignored."""
@@ -88,9 +88,16 @@ class TapeWatch(CallObserver):
         elif (same := self._again(func, args, kwargs)) is not None:
             for number, tensor in zip(same.results, tensors_in(result)):
                 self._assign(tensor, number)
-        elif name in _REWIRING and name != "__setitem__" and any(map(self._is_known, tensors_in((args, kwargs)))):
-            self._spoiled = f"it called {name} on a tensor of the loss"
+        else:
+            self._look_at_other_call(name, args, kwargs)
         return result
+
+    def _look_at_other_call(self, name: str, args: Any, kwargs: Any) -> None:
+        """A call that is not on the tape, for a metric say, must leave what is on it alone."""
+        if name in _REWIRING and name != "__setitem__" and any(map(self._is_known, tensors_in((args, kwargs)))):
+            self._spoiled = f"it called {name} on a tensor of the loss"
+        elif _writes(name) or "out" in kwargs:
+            self._ledger.void_hidden_writes(tensors_in((args[:1], kwargs.get("out"))))
 
     def backward_begins(self) -> None:
         self._spoiled = "a backward runs inside the microbatch, before its own"
@@ -197,12 +204,19 @@ class TapeWatch(CallObserver):
     def _enter(self, tensor: torch.Tensor, number: int) -> None:
         """A leaf of the tape turned out to be `tensor`. `entrances`: where gradient would come to such leaves."""
         if number in self._wrt and tensor.requires_grad:
-            self.entrances.append(get_gradient_edge(tensor))
+            self.entrances[number] = get_gradient_edge(tensor)
         self._assign(tensor, number)
 
     def _assign(self, tensor: torch.Tensor, number: int) -> None:
         self._ledger.assign(tensor, number)
         self._shapes[number] = tensor.shape
+
+
+def _writes(name: str) -> bool:
+    """Whether a call of this name writes to its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or name.startswith("__i")
+    return name.endswith("_")
 
 
 def _require(holds: bool) -> None:

@@ -123,7 +123,7 @@ class EveryThirdWithAutocast(EveryThird):
 
 
 class EveryThirdWithUserHooks(EveryThird):
-    """Hooks on the modules inside, on their outputs and on the parameters, which change gradients and count."""
+    """Hooks on the modules inside and on the parameters, which change gradients and count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class EveryThirdWithUserHooks(EveryThird):
 
     def model(self) -> torch.nn.Module:
         model = TinyModel()
-        model.mix.register_forward_hook(lambda module, args, output: output.register_hook(lambda g: 0.5 * g) and None)
+        model.mix.register_forward_hook(lambda module, args, output: 2 * output)
         model.head.register_full_backward_pre_hook(lambda module, gradients: tuple(0.5 * g for g in gradients))
         model.mix.weight.register_hook(self.count)
         return model

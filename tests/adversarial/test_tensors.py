@@ -164,9 +164,9 @@ class LossInPlace(Scenario):
         return loss
 
 
-PRUNED = (InferenceMode, MaskOfTwoKinds, HookOnOutput, SameForMetric, LossInPlace)
+PRUNED = (InferenceMode, MaskOfTwoKinds, SameForMetric, LossInPlace)
 EQUAL = (SubclassInBatch, WrittenByNumpy, WrittenByNumpyNowAndThen, WrittenByNumpyManyOutputs, AliasOfLoss)
-LIVE = (WrittenThroughData, RowsAsManyAsTokens, ChosenByZeroAdvantage, AuxiliaryLoss, NoiseOnLogits)
+LIVE = (WrittenThroughData, RowsAsManyAsTokens, ChosenByZeroAdvantage, AuxiliaryLoss, NoiseOnLogits, HookOnOutput)
 
 
 @pytest.mark.parametrize("scenario", PRUNED, ids=lambda scenario: scenario.__name__)

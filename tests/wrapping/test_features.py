@@ -169,7 +169,7 @@ CASES = {
     "checkpoint": Case(model=partial(Policy, checkpointing="plain"), outcomes="lldd" + "lddd"),
     "reentrant checkpoint": Case(model=partial(Policy, checkpointing="reentrant"), outcomes="lldd" + "lddd"),
     "reentrant checkpoint, audited": Case(
-        model=partial(Policy, checkpointing="reentrant"), outcomes="lldd" + "lddd", options={"audit": 1.0}
+        model=partial(Policy, checkpointing="reentrant"), outcomes="dldd" + "lddd", options={"audit": 1.0}
     ),
     "frozen": Case(prepare=freeze),
     "tied": Case(prepare=tie),
