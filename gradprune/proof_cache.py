@@ -6,6 +6,7 @@ One JSON file a program, written whole or not at all, so that concurrent ranks m
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -25,6 +26,9 @@ from gradprune.tape import Tape
 from gradprune.trace.admission import Admission, SizeRules
 
 FORMAT = 1
+
+# The folders of this package whose code decides on a verdict.
+_CODE = (".", "trace", "passes", "passes/rules")
 
 
 def folder() -> Path | None:
@@ -62,10 +66,20 @@ def key_of(tape: Tape, tensors: Sequence[torch.Tensor], hypothesis: Hypothesis) 
     lines = [str(entry.where) for entry in tape.entries]
     if any(_is_of_user(entry.function) for entry in tape.entries):
         return None
-    whole = (FORMAT, gradprune.__version__, torch.__version__, hypothesis.factors, sizes, lines)
+    whole = (FORMAT, _own_code(), torch.__version__, hypothesis.factors, sizes, lines)
     text = repr((whole, tape.content()))
     # An address in a repr names an object of this process.
     return None if " at 0x" in text else hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _own_code() -> str:
+    """Digest of this package: with another rule, another verdict."""
+    root = Path(__file__).parent
+    found = hashlib.sha256(gradprune.__version__.encode())
+    for file in sorted(file for folder in _CODE for file in (root / folder).glob("*.py")):
+        found.update(file.name.encode() + file.read_bytes())
+    return found.hexdigest()
 
 
 def _is_of_user(function: Callable[..., Any]) -> bool:

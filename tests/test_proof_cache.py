@@ -60,6 +60,13 @@ def test_another_program_is_proved_anew(folder, traced, change):
     assert len(traced) == 2
 
 
+def test_another_analysis_proves_anew(folder, traced, monkeypatch):
+    run_once()
+    monkeypatch.setattr(proof_cache, "_own_code", lambda: "a rule was changed")
+    run_once()
+    assert len(traced) == 2
+
+
 def test_refusal_is_kept_too(folder, traced):
     with pytest.warns(NoEffectWarning):
         for _ in range(2):
