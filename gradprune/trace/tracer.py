@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from gradprune.facts import SourceLine
 
@@ -85,19 +86,19 @@ class LineTracer(PythonKeyTracer):
 def number_of_data(function: Callable[..., Any], args: tuple[Any, ...], tracer: Any = None) -> Any:
     """``function(*args)`` of symbolic numbers as a number of which nothing is known, and a node of the graph for it."""
     tracer = tracer or get_proxy_mode().tracer  # type: ignore[union-attr]
-    env = next(arg for arg in args if isinstance(arg, (torch.SymInt, torch.SymFloat))).node.shape_env
+    env = next(arg for arg in args if isinstance(arg, _SYMBOLIC)).node.shape_env
     with env.ignore_fresh_unbacked_symbols():
         result = env.create_unbacked_symbool() if function in _QUESTIONS else env.create_unbacked_symfloat()
     env.define(result, function, args)
-    proxies = tuple(
-        get_proxy_slot(arg, tracer).force() if isinstance(arg, (torch.SymInt, torch.SymFloat)) else arg for arg in args
-    )
+    proxies = tuple(get_proxy_slot(arg, tracer).force() if isinstance(arg, _SYMBOLIC) else arg for arg in args)
     track_tensor_tree(result, tracer.create_proxy("call_function", function, proxies, {}), constant=None, tracer=tracer)
     return result
 
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _QUESTIONS = frozenset(
     (
+        *(operator.and_, operator.or_, torch.sym_not),
         *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
         *(math.isnan, math.isinf, math.isfinite, math.isclose),
     )
@@ -115,9 +116,16 @@ class NumberMode(ProxyTorchDispatchMode):
         if any(isinstance(arg, float) and not math.isfinite(arg) for arg in args):
             return number_of_data(func, args, self.tracer)
         result = super().__sym_dispatch__(func, types, args, kwargs)
-        data = frozenset[Any]().union(*(free_unbacked_symbols(arg) for arg in args if isinstance(arg, torch.SymFloat)))
+        data = frozenset[Any]().union(*map(_floats_of_data, args))
         vanished = data and not data <= free_unbacked_symbols(result)
         return number_of_data(func, args, self.tracer) if vanished else result
+
+
+def _floats_of_data(value: Any) -> set[Any]:
+    """The floats of data that a float or the answer to a question is made of; integers obey algebra."""
+    if not isinstance(value, (torch.SymFloat, torch.SymBool)):
+        return set()
+    return {symbol for symbol in free_unbacked_symbols(value) if symbol_is_type(symbol, SymT.UNBACKED_FLOAT)}
 
 
 def floor_division(original: Callable[[Any, Any], Any], *, swapped: bool = False) -> Callable[[Any, Any], Any]:

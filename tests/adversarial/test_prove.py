@@ -40,6 +40,10 @@ def test_refuses_or_states_a_condition(name):
         assert {"w", "abs"} & {condition.value for condition in verdict.conditions}, verdict
 
 
+def either(number):
+    return (number < 1) | (number >= 1)
+
+
 # The gradient of x is not zero where adv is, for the w beside each; a rule of real numbers says that it were.
 ALGEBRA: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
     "difference": (lambda x, w, adv: (x * adv).sum() + x.sum() * (w.max().item() - w.max().item()), INF),
@@ -47,6 +51,7 @@ ALGEBRA: dict[str, tuple[Callable[..., torch.Tensor], float]] = {
     "there and back": (lambda x, w, adv: (x * adv).sum() + x.sum() * (w.max().item() + 1 - w.max().item() - 1), INF),
     "at most": (lambda x, w, adv: (x * adv).sum() + (0 if w.max().item() <= w.max().item() else x.sum()), NAN),
     "positive": (lambda x, w, adv: (x * adv).sum() + (0 if abs(w.max().item()) >= 0 else x.sum()), NAN),
+    "either side": (lambda x, w, adv: (x * adv).sum() + (0 if either(w.max().item()) else x.sum()), NAN),
     "below infinity": (lambda x, w, adv: (x * adv).sum() + (0 if w.max().item() < INF else x.sum()), INF),
     "size over infinity": (lambda x, w, adv: (x * adv).sum() + x.sum() * (x.shape[0] // -INF), 1.0),
     "softplus": (lambda x, w, adv: (torch.nn.functional.softplus(x, beta=NAN) * adv).sum(), 1.0),
