@@ -15,6 +15,7 @@ from tests.passes.test_rules import (
     test_claims_nothing_false_of,
     test_closes_no_claims_that_differ,
     test_derives,
+    test_forgets_positions_in_sizes_that_may_be_broadcast,
     test_refuses_positions_drawn_twice,
     test_refuses_sizes_that_may_be_broadcast,
     try_rules,
@@ -33,6 +34,7 @@ def main() -> int:
         test_closes_no_claims_that_differ()
         test_refuses_sizes_that_may_be_broadcast()
         test_refuses_positions_drawn_twice()
+        test_forgets_positions_in_sizes_that_may_be_broadcast()
         for turn in range(ROUNDS):
             try_rules(range(turn, turn + 1))
     except Exception:  # noqa: BLE001 - whatever a broken rule raises, it was noticed

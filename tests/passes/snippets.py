@@ -389,6 +389,9 @@ HOSTILE: dict[str, Callable[[Builder], Node]] = {
     "ones added at positions": lambda b: b.call(
         aten.scatter_add.default, x := b.call(aten.exp.default, product(b)), 1, b.index([2, 3], 3), x
     ),
+    "mask moved along tokens": lambda b: b.call(
+        aten.scatter.src, constant(b, 0.0), 1, b.index([2, 3], 3), b.call(aten.mul.Tensor, b.m, some(b))
+    ),
     "products at positions": lambda b: b.call(
         aten.scatter_reduce.two, product(b), 1, b.index([2, 3], 3), some(b), "prod", include_self=False
     ),

@@ -6,14 +6,16 @@ import inspect
 from collections.abc import Callable
 
 import pytest
+import sympy
 import torch
 
 import gradprune.passes.rules
 from gradprune import prove
 from gradprune.passes import registry
-from gradprune.passes.affine import flattened, groups_of
+from gradprune.passes.affine import Atom, flattened, groups_of
 from gradprune.passes.domain import Key, Known
 from gradprune.passes.flow import Clause
+from gradprune.passes.transfer import broadcast
 from tests.passes.builder import Builder, aten
 from tests.passes.catalogue import CASES, UNTRIED
 from tests.passes.claims import Unsound
@@ -62,6 +64,13 @@ def test_refuses_sizes_that_may_be_broadcast() -> None:
     (gradient,) = torch.autograd.grad(loss(**inputs, k=torch.tensor(1)), inputs["x"])
     assert gradient.any()
     assert not prove(loss, {**inputs, "k": torch.tensor(4)}, zero="adv * mask", wrt="x")
+
+
+def test_forgets_positions_in_sizes_that_may_be_broadcast() -> None:
+    few, many = (Atom(sympy.Symbol("u0", integer=True)),), (Atom(sympy.Symbol("s0", integer=True)),)
+    (dims,), mappings = broadcast([many[0].size], [[few], [many]])
+    assert dims not in (few, many)
+    assert mappings == [{few[0]: None}, {many[0]: None}]
 
 
 def test_refuses_positions_drawn_twice() -> None:
