@@ -389,6 +389,9 @@ HOSTILE: dict[str, Callable[[Builder], Node]] = {
     "ones added at positions": lambda b: b.call(
         aten.scatter_add.default, x := b.call(aten.exp.default, product(b)), 1, b.index([2, 3], 3), x
     ),
+    "median of an expanded dimension": lambda b: b.item(
+        b.call(aten.median.dim, b.call(aten.expand.default, b.call(aten.rsub.Scalar, b.m, 1), [2, 2, 2, 3]), 0), 0
+    ),
     "mask moved along tokens": lambda b: b.call(
         aten.scatter.src, constant(b, 0.0), 1, b.index([2, 3], 3), b.call(aten.mul.Tensor, b.m, some(b))
     ),
