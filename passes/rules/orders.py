@@ -47,22 +47,20 @@ def topk(flow: Flow, node: Node, a: Any, k: Any, dim: int = -1, *_: Any) -> tupl
 @rule(
     "aten.max.dim",
     "aten.min.dim",
-    "aten.median.dim",
-    "aten.nanmedian.dim",
     "aten.mode.default",
     "aten.kthvalue.default",
 )
 def ranked(flow: Flow, node: Node, a: Any, *arguments: Any, **named: Any) -> tuple[Value, Value]:
     """One of the elements along a dimension, and its index.
 
-    The CPU's kernel for a median mixes positions where the dimension was expanded (seen in torch 2.13).
+    A median along a dimension has no rule: where that was expanded, the CPU's kernel reads memory that is not the
+    tensor's (torch 2.13).
     """
     if "kthvalue" in str(node.target):
         arguments = arguments[1:]
     dim = arguments[0] if arguments else named.get("dim", -1)
     keepdim = arguments[1] if len(arguments) > 1 else named.get("keepdim", False)
     value = flow.value(a)
-    value = remapped(value, value.dims, forgotten(value.dims)) if "median" in str(node.target) else value
     result = reduced(value, dim, keepdim, node, lambda _: True)
     result = replace(result, bounds=value.bounds, notnan=value.notnan)
     return result, _positions(result, node, 1)
