@@ -31,17 +31,23 @@ class Recording:
 
 
 class DataFloat(float):
-    """A float that came from a tensor's value."""
+    """A float that came from a tensor's value. A copy, and what is read from a file, is a plain one."""
 
     formula: Formula
     recording: Recording
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[float]]:
+        return float, (float(self),)
 
 
 class DataInt(int):
-    """An int that came from a tensor's value."""
+    """An int that came from a tensor's value. A copy, and what is read from a file, is a plain one."""
 
     formula: Formula
     recording: Recording
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[int]]:
+        return int, (int(self),)
 
 
 def marked(value: Any, formula: Formula, recording: Recording) -> Any:

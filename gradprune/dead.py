@@ -63,7 +63,7 @@ class Delivery:
         if self._anchor is None:
             with torch.enable_grad():
                 dummy = torch.zeros((), requires_grad=True)
-                self._anchor = _Anchor.apply(self, dummy, *self._parameters, *self._others)
+                self._anchor = _Anchor.apply(self, dummy, *self._connected(), *self._others)
         return self._anchor
 
     def bound(self, output: torch.Tensor) -> torch.Tensor:
@@ -81,10 +81,15 @@ class Delivery:
         """Take note of a magnitude that should be zero."""
         self._magnitudes.append(size)
 
+    def _connected(self) -> list[torch.Tensor]:
+        """The parameters that are told of this microbatch. Megatron's are not, unless all are: hooks on where their
+        gradients accumulate would take even none for a gradient."""
+        return [p for p in self._parameters if self._to_all or getattr(p, "main_grad", None) is None]
+
     def zeros(self, edges: Sequence[Any]) -> list[torch.Tensor | None]:
         """What goes along `edges`, to the parameters and the other tensors: a zero where one would be missed."""
-        tensors = [*self._parameters, *self._others]
-        first = 0 if self._to_all else len(self._parameters)
+        connected = self._connected()
+        tensors, first = [*connected, *self._others], 0 if self._to_all else len(connected)
         sent: list[torch.Tensor | None] = []
         for index, (tensor, (node, _)) in enumerate(zip(tensors, edges)):
             goal = destination(node)

@@ -121,8 +121,9 @@ def check(layout: Layout, dead: Dead, outcomes: list[Outcome]) -> None:
     for rank, outcome in enumerate(outcomes):
         where = f"{layout.name}, rank {rank}"
         assert not outcome.differences, f"{where}: {len(outcome.differences)} differ, first {outcome.differences[:5]}"
-        tried = sum(reason == TRIAL for reason in outcome.reasons)  # functions that torch.compile made are, once
-        assert tried <= 1, f"{where}: {tried} trials"
+        # Functions that torch.compile made are tried, once; where the first dead one is live anyway, that is the trial.
+        first_is_live = layout.pp > 1 or layout.config.get("recompute_granularity") is not None
+        tried = TRIAL in outcome.reasons and not first_is_live
         expected = expected_dead(layout, dead, rank) - tried
         assert outcome.dead == expected, f"{where}: {outcome.dead} dead; {outcome.reasons}"
         assert outcome.backwards == passes, f"{where}: {outcome.backwards} backwards unpruned"
