@@ -45,8 +45,31 @@ class Scenario:
     def log(self) -> Any:
         """Python state that must agree too."""
 
+    def logits(self, model: Any, batch: Batch) -> torch.Tensor:
+        return model(batch["ids"])
+
     def loss(self, model: Any, batch: Batch) -> torch.Tensor:
-        return policy_loss(token_logps(model(batch["ids"]), batch["ids"]), batch)
+        return policy_loss(token_logps(self.logits(model, batch), batch["ids"]), batch)
+
+
+class Bare(TinyModel):
+    """Neither dropout nor batch norm in use."""
+
+    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.mix(self.embed(ids)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(ids))
+
+
+def wide(model: Any) -> Any:
+    """`model` with so many outputs that the backward of a dead microbatch's loss is not run."""
+    model.head = torch.nn.Linear(8, 300)
+    return model
+
+
+def dead(seed: int) -> Batch:
+    return make_batch(4, 6, dead=True, seed=seed)
 
 
 def token_logps(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class EveryThird(Scenario):
         self.mean = torch.zeros(())
 
     def step(self, model: Any, batch: Batch) -> Any:
-        logp = token_logps(model(batch["ids"]), batch["ids"])
+        logp = token_logps(self.logits(model, batch), batch["ids"])
         self.seen.append(logp.detach().mean().item())
         self.mean.mul_(0.9).add_(logp.detach().mean(), alpha=0.1)
         batch["old"].add_(1e-3)
