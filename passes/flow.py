@@ -164,6 +164,12 @@ class Flow:
         parts = [part for value in inputs for part in (value if isinstance(value, tuple) else (value,))]
         return all(part.rows is None for part in parts if isinstance(part, Value))
 
+    def _is_sized_by_data(self, meta: Any) -> bool:
+        """Whether other rows decide how many elements there are: a sum of ones then depends on them."""
+        sizes = [size_of(size) for size in meta.shape] if isinstance(meta, torch.Tensor) else []
+        symbols = [symbol for size in sizes if not isinstance(size, int) for symbol in size.free_symbols]
+        return any(self.shape_env.is_unbacked_symint(symbol) for symbol in symbols)
+
     def _of_meta(self, meta: Any) -> Any:
         if isinstance(meta, torch.Tensor):
             return unknown(groups_of(meta.shape), meta.dtype)
@@ -216,6 +222,7 @@ class Flow:
             bounds, notnan = rounded(bounds, value.dtype), True
         if node.op == "call_function":
             free = (const is not None and not const.needs) or self._reads_no_row(node)
+            free = free and not self._is_sized_by_data(meta)
             rows = None if free else EVERY if rows is None else rows
         reach = value.reach if value.reach is not None and value.reach.limit <= _largest(value.dtype) else None
         value = replace(value, const=const, bounds=bounds, notnan=notnan, rows=rows, reach=reach)

@@ -149,3 +149,14 @@ def test_claims_no_size_that_was_decided_on(loss, rows):
 def test_claims_any_size_where_none_was_decided_on():
     verdict = gradprune.prove(lambda x, adv: (adv * x).sum(), (torch.rand(4), torch.rand(4)), zero="adv", wrt="x")
     assert verdict.symbolic == ("x[0]", "adv[0]")
+
+
+def test_counts_of_other_rows_couple_them():
+    """The number of valid tokens, counted as a sum of ones, is that of all rows."""
+
+    def loss(x, adv, mask):
+        return (x * adv[:, None]).sum() / torch.ones_like(x[mask > 0]).sum()
+
+    verdict = gradprune.prove(loss, (torch.rand(4, 5), torch.rand(4), torch.ones(4, 5)), zero="adv", wrt="x")
+    assert verdict
+    assert not verdict.per_row
