@@ -7,9 +7,10 @@ running mean in an attribute) is not computed again at all: see `lean`.
 
 from __future__ import annotations
 
+import itertools
 import random
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -23,6 +24,10 @@ from gradprune.data_parallel import is_sharded
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
+
+#: How deep into the attributes of objects, and how far into containers, a change is looked for.
+_DEPTH = 3
+_ITEMS = 256
 
 #: Arguments up to this size are copied, in case the caller writes to them before the backward.
 _SMALL = 2**20
@@ -95,7 +100,8 @@ def fingerprint(call: Call) -> tuple[Any, ...]:
     """What a forward may change, so that two of them differ if it did."""
     found: list[Any] = []
     for module in modules_of(call.module):
-        found.append((id(module), *((key, _token(value)) for key, value in vars(module).items())))
+        held = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
+        found.append((id(module), *((key, _token(value)) for key, value in held.items())))
         found += [(key, _token(value)) for key, value in module._parameters.items()]
         found += [(key, id(value)) for key, value in module._buffers.items()]  # their values are watched elsewhere
     found += [_token(value) for value in (*call.args, *call.kwargs.values())]
@@ -126,14 +132,26 @@ def _is_plain(value: Any) -> bool:
     return False
 
 
-def _token(value: Any) -> Any:
+def _token(value: Any, depth: int = 0) -> Any:
+    """What to compare of a value: itself, if it is a constant; else which one it is, and what it holds."""
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, torch.Tensor):
         return id(value), version_of(value)
-    if isinstance(value, Collection):
-        return id(value), len(value), *(_token(item) for item in value if isinstance(item, torch.Tensor))
-    return id(value)
+    ours = type(value).__module__.startswith("gradprune.")  # such as the hooks that are on the model while it runs
+    if ours or depth == _DEPTH or isinstance(value, (torch.nn.Module, *_FUNCTIONS)):
+        return id(value)
+    if isinstance(value, Mapping):
+        held: Iterable[Any] = value.values()
+    elif isinstance(value, Collection):
+        held = value
+    else:
+        held = getattr(value, "__dict__", {}).values()
+    return id(value), *(_token(item, depth + 1) for item in itertools.islice(held, _ITEMS)), _length(value)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, Collection) else 0
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from gradprune.boundary import Boundary, Call, float_leaves, modules_of, replace, trainable_modules
 from gradprune.checks import failure
 from gradprune.dead import shield
-from gradprune.facts import Condition, Verdict
+from gradprune.facts import Condition, SourceLine, Verdict
 from gradprune.frames import is_user_file, user_line
 from gradprune.graphs import Arrivals, Reach, reach_of
 from gradprune.lean import Lean
@@ -65,7 +65,7 @@ class ObservedRun:
         )
         self._size_of_outputs = 0
         self._saved_elsewhere = self._stateful = False
-        self._hook: str | None = None
+        self._hooks = TensorHooks()
         self._linked: set[str] = set()
         self._named = list(named.values())
         # By value: batch norm writes its statistics without a trace in the version counter.
@@ -74,29 +74,18 @@ class ObservedRun:
 
     @contextmanager
     def segment(self) -> Iterator[None]:
-        with self._noticing(), self._recorder.observing(), self._boundary.hooked():
+        with self._noticing_checkpoints(), self._hooks.noticed(), self._recorder.observing(), self._boundary.hooked():
             yield
 
     @contextmanager
-    def _noticing(self) -> Iterator[None]:
-        """Notice checkpoints, and hooks on tensors inside the model."""
+    def _noticing_checkpoints(self) -> Iterator[None]:
         enter: Any = saved_tensors_hooks.__enter__
-        register: Any = torch.Tensor.register_hook
 
         def entered(hooks: saved_tensors_hooks) -> Any:
             self._saved_elsewhere = True
             return enter(hooks)
 
-        @functools.wraps(register)
-        def registered(tensor: torch.Tensor, hook: Any) -> Any:
-            if self._hook is None and is_user_file(sys._getframe(1).f_code.co_filename):
-                self._hook = str(user_line())
-            return register(tensor, hook)
-
-        with (
-            replaced(saved_tensors_hooks, "__enter__", entered),
-            replaced(torch.Tensor, "register_hook", registered),
-        ):
+        with replaced(saved_tensors_hooks, "__enter__", entered):
             yield
 
     def _compute(self, name: str, call: Call) -> Any:
@@ -107,9 +96,11 @@ class ObservedRun:
 
     def objection(self, reach: Reach) -> str | None:
         """Why this run must not be cut off from its graph, whatever is proved."""
-        if self._hook is not None:
-            return f"a hook on a tensor inside the model sees its gradient, at {self._hook}"
-        return unseen_functions(reach, self._recorder.applied_functions) or sparse_gradient(self._boundary.entries)
+        return (
+            self._hooks.objection()
+            or unseen_functions(reach, self._recorder.applied_functions)
+            or sparse_gradient(self._boundary.entries)
+        )
 
     def recomputes(self) -> bool:
         """Whether the backward may run parts of the forward again, of a model that has buffers."""
@@ -170,6 +161,29 @@ class ObservedRun:
         )
 
 
+class TensorHooks:
+    """Notices hooks that the user's code puts on tensors, inside the model too: they would not be called."""
+
+    def __init__(self) -> None:
+        self._where: SourceLine | None = None
+
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        register: Any = torch.Tensor.register_hook
+
+        @functools.wraps(register)
+        def registered(tensor: torch.Tensor, hook: Any) -> Any:
+            if self._where is None and is_user_file(sys._getframe(1).f_code.co_filename):
+                self._where = user_line()
+            return register(tensor, hook)
+
+        with replaced(torch.Tensor, "register_hook", registered):
+            yield
+
+    def objection(self) -> str | None:
+        return None if self._where is None else f"a hook on a tensor sees its gradient, at {self._where}"
+
+
 def unseen_functions(reach: Reach, applied: Container[Any]) -> str | None:
     """An objection to Functions of the loss whose call was not seen: their ``apply`` was bound to a name before."""
     for kind in reach.of_loss:
@@ -219,6 +233,7 @@ class DeadRun:
             schedule,
         )
         self._forwards: list[Forward] = []
+        self._hooks = TensorHooks()
         self._model = model
         self._boundary = Boundary(
             proof.modules(), around=self._watch.paused, compute=self._compute, returned=self._output
@@ -231,7 +246,7 @@ class DeadRun:
 
     @contextmanager
     def segment(self) -> Iterator[None]:
-        with self._watch.observing(), self._boundary.hooked():
+        with self._hooks.noticed(), self._watch.observing(), self._boundary.hooked():
             yield
 
     @property
@@ -244,7 +259,7 @@ class DeadRun:
 
     def objection(self, reach: Reach) -> str | None:
         """Why this run must not be cut off from its graph, though its calls are those that were proved."""
-        return unseen_functions(reach, self._watch.applied_functions)
+        return self._hooks.objection() or unseen_functions(reach, self._watch.applied_functions)
 
     @property
     def hides(self) -> bool:

@@ -47,6 +47,18 @@ class InjectsByHook(Bare):
         return self.head(hidden)
 
 
+class InjectsByHookNowAndThen(InjectsByHook):
+    """The hook comes with some of the data only."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) if int(ids.sum()) % 3 == 0 else self.head(self.hidden(ids))
+
+
+def test_keeps_gradient_of_a_hook_that_comes_with_some_data():
+    outcomes = assert_same_training(lambda: Of(InjectsByHookNowAndThen))
+    assert "d" in outcomes and "l" in outcomes[1:]
+
+
 @pytest.mark.parametrize("make", [InjectsByOperator, InjectsByHook])
 def test_keeps_gradient_of_the_models_own(make):
     assert "d" not in assert_same_training(lambda: Of(make))
