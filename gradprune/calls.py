@@ -1,7 +1,7 @@
 """The torch calls of a running program as data.
 
 A program that makes the same torch calls with the same operands, in the same order, computes the same thing, whatever
-Python state led to it. `CallRecorder` writes the calls down; `call_watch.CallWatch` compares a run with them.
+Python state led to it. `CallRecorder` writes the calls down; `tests/call_watch.py` compares a run with them.
 
 Calls that ask (for a size, a dtype, a value) are not written down: what they answer shows in the operands of later
 calls, and in which calls are made.

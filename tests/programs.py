@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from gradprune.call_watch import CallWatch
 from gradprune.joint import JointGraph
 from gradprune.trace import trace_joint
+from tests.call_watch import CallWatch
 
 ROWS, TOKENS, WORDS = 4, 6, 11
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradprune.call_watch import CallWatch
 from gradprune.calls import CallRecorder, at_line, current_line
 from gradprune.facts import SourceLine
 from gradprune.trace import trace_joint
+from tests.call_watch import CallWatch
 from tests.programs import assert_faithful, example, grown, inputs_of, trace, watch
 
 CONFIG = SimpleNamespace()

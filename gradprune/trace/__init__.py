@@ -58,7 +58,7 @@ def trace_joint(
 
     A path on which the program itself raises is left out: the step would not train there. Of each graph, ``notes`` has
     ``loss``, the node of the loss; ``raises``, the paths left out; ``assumed``, what torch took for granted about sizes
-    that only data determines, and what a `CallWatch` checks.
+    that only data determines, and what a run would have to be compared with.
 
     Raises TraceError, with the user's line, for a program that cannot be traced.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def unclamped(model, batch):
 class Counted(torch.autograd.Function):
     """The identity; notes its backwards."""
 
-    ran: list[None] = []
+    ran: ClassVar[list[None]] = []
 
     @staticmethod
     def forward(ctx, tensor):
