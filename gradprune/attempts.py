@@ -101,7 +101,7 @@ class WatchedRun:
             return self._run_live(output, "observed for its proof, while the stage before waits for its gradient")
         numbers, edges = list(self._observed.entrances), list(self._observed.entrances.values())
         # Retained: the user may keep parts of the graph and differentiate them.
-        gradients = torch.autograd.grad(loss, edges, allow_unused=True, retain_graph=True)
+        gradients = torch.autograd.grad(loss, edges, allow_unused=True, retain_graph=not reach.once)
         proof.silent.update(number for number, gradient in zip(numbers, gradients) if gradient is None)
         delivery = pruner.delivery(microbatch, pruner.reached(self._observed.reach(loss, proof.silent), proof))
         for gradient in gradients:
@@ -181,7 +181,7 @@ class PrunedRun:
             pruner.guard.note("condition", f"{microbatch.about}, {condition}", size)
         pruner.note(microbatch, Dead(microbatch.known.reason))
         entrances = list(self._dead.entrances.values()) if self._looks_at_end else ()
-        return replaced(output, loss, delivery.ending(loss, entrances))
+        return replaced(output, loss, delivery.ending(loss, entrances, reach.once))
 
     def release(self) -> None:
         self._dead.release()

@@ -25,22 +25,27 @@ from gradprune.pruner import Pruner
 from gradprune.python_state import capture
 from gradprune.random_state import RandomState
 from gradprune.runs import ObservedRun, same_kernels
+from gradprune.trace.modules import is_compiled_in_place
 from gradprune.trees import loss_of
 
 Call = Callable[[], Any]
 
 
 def is_compiled(value: Any) -> bool:
-    """Whether `value` is a function, not a module, that torch.compile made; torch.compiler.disable leaves marks too."""
+    """Whether torch.compile made `value`, which is no model: a function, or a module without trained parameters."""
     marks = getattr(value, "__dict__", {})
-    if isinstance(value, torch.nn.Module) or "_torchdynamo_disable" in marks:
-        return False
-    return "_torchdynamo_orig_callable" in marks
+    if isinstance(value, torch.nn.Module):
+        made = "_orig_mod" in value._modules or is_compiled_in_place(value)
+        return made and not any(parameter.requires_grad for parameter in value.parameters())
+    return "_torchdynamo_orig_callable" in marks and "_torchdynamo_disable" not in marks  # disable() leaves marks too
 
 
 def uses_compiled(function: Callable[..., Any]) -> bool:
-    """Whether `function` is compiled, or names a compiled function in its closure, its globals or its attributes."""
-    return is_compiled(function) or any(map(is_compiled, capture(function).values()))
+    """Whether `function` is compiled, or names something compiled in its closure, its globals or its owner's
+    attributes, private ones too."""
+    owner = getattr(function, "__self__", function)
+    named = [*capture(function).values(), *getattr(owner, "__dict__", {}).values()]
+    return is_compiled(function) or any(map(is_compiled, named))
 
 
 class CompiledRun:

@@ -71,11 +71,12 @@ class Delivery:
         with torch.enable_grad():
             return _Boundary.apply(output.detach(), self.anchor, self)
 
-    def ending(self, loss: torch.Tensor, entrances: Sequence[GradientEdge] = ()) -> torch.Tensor:
+    def ending(self, loss: torch.Tensor, entrances: Sequence[GradientEdge] = (), once: bool = False) -> torch.Tensor:
         """The value of `loss`, cut off from its graph. Its backward runs that of `loss` as far as `entrances`, where it
-        looks at the cotangent; without them `loss` is let go."""
+        looks at the cotangent; without them `loss` is let go. once: the backward of `loss` can run but once."""
+        whole = (loss, entrances, once) if entrances else None
         with torch.enable_grad():
-            return _Ending.apply(loss.detach().clone(), self.anchor, self, (loss, entrances) if entrances else None)
+            return _Ending.apply(loss.detach().clone(), self.anchor, self, whole)
 
     def see(self, size: torch.Tensor) -> None:
         """Take note of a magnitude that should be zero."""
@@ -137,9 +138,10 @@ class _Ending(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
         if ctx.whole is not None:
-            loss, entrances = ctx.whole
+            loss, entrances, once = ctx.whole
             # Retained: what else the user returned from the step may share the graph.
-            found = torch.autograd.grad(loss, entrances, cotangent, retain_graph=True, allow_unused=True)
+            kept = not once or keeps_graph()
+            found = torch.autograd.grad(loss, entrances, cotangent, retain_graph=kept, allow_unused=True)
             for gradient in found:
                 if gradient is not None:
                     ctx.delivery.see(magnitude(gradient))

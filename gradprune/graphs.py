@@ -21,12 +21,14 @@ _UNKNOWN = ("torch._functorch.", "torch._library.")
 class Reach:
     """What a backward would come to. leaves: tensors into which it accumulates, each once. hidden: there may be more,
     since reentrant checkpointing hides the graph inside a segment. functions: autograd.Functions of the model of which
-    it is not known that they add no gradient of their own. of_loss: the user's autograd.Functions outside the model."""
+    it is not known that they add no gradient of their own. of_loss: the user's autograd.Functions outside the model.
+    once: a part outside the model was compiled, whose backward may run but once."""
 
     leaves: tuple[torch.Tensor, ...]
     hidden: bool
     functions: frozenset[type]
     of_loss: frozenset[type]
+    once: bool
 
 
 def reach_of(loss: torch.Tensor, entrances: Mapping[int, GradientEdge], silent: Container[int] = ()) -> Reach:
@@ -41,7 +43,8 @@ def reach_of(loss: torch.Tensor, entrances: Mapping[int, GradientEdge], silent: 
     inside = _walk([node for node, met in gates.items() if met and node not in closed], {}, seen, found)
     hidden = any(kind.__name__ == "CheckpointFunctionBackward" for kind in inside | outside)
     functions = frozenset(kind for kind in inside if not _is_linear(kind))
-    return Reach(tuple(found.values()), hidden, functions, frozenset(filter(_is_of_user, outside)))
+    once = any(_module_of(kind).startswith("torch._functorch.") for kind in outside)
+    return Reach(tuple(found.values()), hidden, functions, frozenset(filter(_is_of_user, outside)), once)
 
 
 def _walk(todo: list[Any], gates: dict[Any, bool], seen: set[Any], found: dict[int, torch.Tensor]) -> set[type]:
@@ -64,9 +67,14 @@ def _walk(todo: list[Any], gates: dict[Any, bool], seen: set[Any], found: dict[i
     return kinds
 
 
-def _is_of_user(kind: type) -> bool:
+def _module_of(kind: type) -> str:
+    """The module of an autograd.Function by the kind of its node; empty for torch's own operators."""
     function: Any = getattr(kind, "_forward_cls", None)
-    return function is not None and not function.__module__.startswith(_LINEAR)
+    return "" if function is None else str(function.__module__)
+
+
+def _is_of_user(kind: type) -> bool:
+    return not _module_of(kind).startswith(("torch.", *_LINEAR)) and _module_of(kind) != ""
 
 
 def _is_linear(kind: type) -> bool:

@@ -86,6 +86,23 @@ def loss_only(model: Any, backend: str) -> tuple[Any, Any]:
     return model, with_compiled_loss
 
 
+class LossModule(torch.nn.Module):
+    def forward(self, logp: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return policy_loss(logp, batch)
+
+
+def loss_module(model: Any, backend: str) -> tuple[Any, Any]:
+    class Trainer:
+        def __init__(self) -> None:
+            self._loss = torch.compile(LossModule(), backend=backend, dynamic=True)
+
+        def step(self, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+            logp = token_logps(model(batch["ids"]), batch["ids"])
+            return self._loss(logp, batch), logp.detach().mean()
+
+    return model, Trainer().step
+
+
 def own_backend(model: Any, backend: str, function: Any = step) -> tuple[Any, Any]:
     options = {"zero": "adv * mask", "backend": backend}
     return model, torch.compile(function, backend="gradprune", dynamic=True, options=options)
@@ -139,6 +156,7 @@ TRIED = "l" + "".join(PATTERN)[1:]  # what a compiled model does in its backward
         (model_in_place, 2, TRIED),
         (layer_in_place, 1, TRIED),  # within a model that is not compiled, its live graph serves both
         (loss_only, 2, "".join(PATTERN)),
+        (loss_module, 2, "".join(PATTERN)),
     ],
 )
 def test_prunes_with_few_graphs(parts, graphs, expected):
