@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import queue
+import types
 from collections import deque
 from typing import Any
 
@@ -190,3 +192,12 @@ def test_restores_only_what_changed() -> None:
     assert added == {"a": 0}
     assert strict == {"a": 1}
     assert not HISTORY
+
+
+def test_leaves_what_is_read_only():
+    """A timedelta makes its number of microseconds anew each time, and lets nobody set it."""
+    holder = types.SimpleNamespace(limit=datetime.timedelta(milliseconds=200), calls=0)
+    state = State([holder])
+    holder.calls = 1
+    state.restore()
+    assert holder.calls == 0 and holder.limit == datetime.timedelta(milliseconds=200)

@@ -7,6 +7,7 @@ class. Only what a trace changed is put back, object by object, so that other re
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable
@@ -167,25 +168,33 @@ def _restore_items(owner: Any, before: list[Any]) -> None:
 
 
 def _restore_member(owner: Any, members: Any, name: str, before: Any) -> None:
-    if members.get(name, _ABSENT) is before:
+    if _same(members.get(name, _ABSENT), before):
         return
     if isinstance(owner, dict):  # the globals of a function
         owner.update({name: before})
         if before is _ABSENT:
             del owner[name]
-    elif before is _ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, before)
+        return
+    with contextlib.suppress(AttributeError, TypeError):  # read-only
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Whether nothing is to be put back; a number may be made anew each time it is asked for."""
+    return now is before or (type(now) is type(before) and isinstance(now, int | float | str) and now == before)
 
 
 def _restore_slot(owner: Any, name: str, before: Any) -> None:
-    if getattr(owner, name, _ABSENT) is before:
+    if _same(getattr(owner, name, _ABSENT), before):
         return
-    if before is _ABSENT:
-        delattr(owner, name)
-    else:
-        object.__setattr__(owner, name, before)
+    with contextlib.suppress(AttributeError, TypeError):  # read-only, as those of a timedelta
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            object.__setattr__(owner, name, before)
 
 
 def _restore_cell(cell: CellType, before: Any) -> None:
