@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+#: Asked before a CPU pretends to be one.
+HAS_GPU = torch.cuda.is_available()
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -70,9 +73,9 @@ def start_megatron(tensor: int = 1, pipeline: int = 1) -> None:
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}.items():
         os.environ.setdefault(name, value)
-    if torch.cuda.is_available():
+    if HAS_GPU:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    torch.distributed.init_process_group("nccl" if HAS_GPU else "gloo")
     parallel_state.initialize_model_parallel(tensor, pipeline)
     model_parallel_cuda_manual_seed(1)
 
@@ -106,7 +109,7 @@ def megatron_model(shape: Shape, dtype: torch.dtype, recompute: bool, ddp: dict[
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
-        "use_cpu_initialization": not torch.cuda.is_available(),
+        "use_cpu_initialization": not HAS_GPU,
     }
     if recompute:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -124,7 +127,7 @@ def megatron_model(shape: Shape, dtype: torch.dtype, recompute: bool, ddp: dict[
         share_embeddings_and_output_weights=True,
         position_embedding_type="rope",
     )
-    if torch.cuda.is_available():
+    if HAS_GPU:
         model.cuda()
     model.to(dtype)
     ddp_config = DistributedDataParallelConfig(

@@ -14,16 +14,18 @@ import argparse
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from qwen import TINY, Shape, forward_step, make_batches, megatron_model, run_megatron, start_megatron
+from qwen import HAS_GPU, TINY, Shape, forward_step, make_batches, megatron_model, run_megatron, start_megatron
 
 import gradprune
 from gradprune.megatron import attach
+from gradprune.megatron.cpu import emulate_cuda
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "planner"))
 from peers import differencing_on_tokens
@@ -62,13 +64,13 @@ def timed(call: Any) -> float:
     start = time.perf_counter()
     call()
     synchronize()
-    seconds = torch.tensor(time.perf_counter() - start, device="cuda" if torch.cuda.is_available() else "cpu")
+    seconds = torch.tensor(time.perf_counter() - start, device="cuda" if HAS_GPU else "cpu")
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
 
 
 def synchronize() -> None:
-    if torch.cuda.is_available():
+    if HAS_GPU:
         torch.cuda.synchronize()
 
 
@@ -84,8 +86,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model for CPUs and gloo, to test this script")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    start_megatron(args.tensor, args.pipeline)
-    result = measure(args)
+    with nullcontext() if HAS_GPU else emulate_cuda():
+        start_megatron(args.tensor, args.pipeline)
+        result = measure(args)
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
         if args.out:
@@ -96,12 +99,19 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     from megatron.core import parallel_state
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if HAS_GPU else "cpu"
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     shape = TINY if args.tiny else Shape(layers=args.layers)
     dtype = torch.float32 if args.tiny else torch.bfloat16
     ddp = {"overlap_grad_reduce": True, "use_distributed_optimizer": args.distributed_optimizer}
-    model, config = megatron_model(shape, dtype, recompute=False, ddp=ddp, variable_seq_lengths=args.pipeline > 1)
+    model, config = megatron_model(
+        shape,
+        dtype,
+        recompute=False,
+        ddp=ddp,
+        variable_seq_lengths=args.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",
+    )
     rollout = sample_rollout(args.sequences, 8, 0.6)
     packs = token_packs(rollout, args.budget, ranks)[rank]
     count = max(len(mine) for mine in token_packs(rollout, args.budget, ranks))
