@@ -228,10 +228,6 @@ def _without_launch(schedule: Any, stack: ExitStack) -> None:
     stack.enter_context(replaced(schedule._grad_sync, "_launch_missing", lambda order, force_all_reduce: None))
 
 
-def _without_first_live_step(schedule: Any, stack: ExitStack) -> None:
-    stack.enter_context(replaced(schedule, "objection", lambda planned: None))
-
-
 def _without_stage_gradient(schedule: Any, stack: ExitStack) -> None:
     stack.enter_context(replaced(schedule._stages, "inputs", lambda model: []))
 
@@ -259,7 +255,6 @@ def _without_trial(schedule: Any, stack: ExitStack) -> None:
 
 REMEDIES: dict[str, Callable[[Any, ExitStack], None]] = {
     "launch": _without_launch,
-    "first live step": _without_first_live_step,
     "stage gradient": _without_stage_gradient,
     "input alias": _without_input_alias,
     "router counts": _without_router_counts,
