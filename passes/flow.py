@@ -43,6 +43,9 @@ SAME_ELEMENTS: Final = frozenset("unsqueeze squeeze expand view permute transpos
 MOST_CONSTANTS: Final = 4096
 
 
+_LAYOUT = (torch.ops.aten.sym_stride.int, torch.ops.aten.sym_storage_offset.default)
+
+
 @dataclass(frozen=True)
 class Clause:
     """The hypothesis over index axes: at each assignment of the axes, some factor is zero.
@@ -117,6 +120,8 @@ class Flow:
         if node.op != "call_function":
             return self._of_constant(node) if node.meta.get("constant") else self._of_meta(node.meta.get("val"))
         if isinstance(node.meta.get("val"), torch.SymInt):
+            if node.target in _LAYOUT:
+                return unknown((), torch.int64)  # a kernel may lay out memory otherwise than its trace does
             return self._default(node, node.meta["val"])
         name = operator_name(node.target)
         rule = rule_of(name)

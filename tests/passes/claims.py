@@ -44,7 +44,11 @@ class Recorder(torch.fx.Interpreter):
 
 
 def run_graph(joint: JointGraph, tensors: Tensors, tangent: float = 1.0) -> dict[Node, Any]:
-    """The value of each node for these inputs by name."""
+    """The value of each node for these inputs by name.
+
+    Raises RuntimeError where a kernel lays out its result otherwise than the trace, so that elements of a gradient that
+    was to be laid out like it would share memory: autograd itself, of the real layout, makes no such gradient.
+    """
     placeholders = [node for node in joint.graph_module.graph.nodes if node.op == "placeholder"]
     named = {item.node: tensors.get(item.name) for item in joint.inputs}
     tangents = {item.node for item in joint.inputs if item.role == "tangent"}
@@ -52,7 +56,16 @@ def run_graph(joint: JointGraph, tensors: Tensors, tangent: float = 1.0) -> dict
     recorder = Recorder(joint.graph_module)
     torch.manual_seed(0)
     recorder.run(*arguments)
+    for node, value in recorder.found.items():
+        if node.target is torch.ops.aten.new_empty_strided.default and _overlaps(value):
+            raise RuntimeError(f"{node} overlaps itself")
     return recorder.found
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has more elements than it reaches places."""
+    places = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.numel() > places
 
 
 def symbol_values(values: Mapping[Node, Any]) -> dict[sympy.Symbol, int]:
