@@ -196,11 +196,19 @@ class Checker:
         return result
 
     def _looked_up(self, atom: Looked, grid: Mapping[Atom, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-        numbers = self.values[atom.node]
-        at = tuple(self._evaluate(index, grid, shape) for index in atom.at)
-        found = numbers[at] if at else numbers.expand(tuple(shape))
+        """What stands at the place that is looked at; where that is outside, so is what depends on it."""
+        numbers, inside = self.values[atom.node], torch.ones(tuple(shape), dtype=torch.bool)
+        at = []
+        for index, size in zip(atom.at, numbers.shape):
+            place = self._evaluate(index, grid, shape)
+            inside &= (place >= 0) & (place < size)
+            at.append(place.clamp(0, size - 1))
+        found = numbers[tuple(at)] if at else numbers.expand(tuple(shape))
         found = torch.where(found < 0, found + self._size(atom.extent), found)
-        return found // self._size(atom.stride) % self._size(atom.size)
+        return torch.where(inside, found // self._size(atom.stride) % self._size(atom.size), _OUTSIDE)
+
+
+_OUTSIDE = -(2**40)
 
 
 def live_rows(factors: Tensors) -> torch.Tensor:
