@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -25,9 +24,8 @@ from gradprune.agreement import Agreement, Place
 from gradprune.binding import PlannedMicrobatch
 from gradprune.data_parallel import is_sharded
 from gradprune.errors import PruneError
-from gradprune.facts import Reason
 from gradprune.planner import StepPlan
-from gradprune.schedule import Forward
+from gradprune.schedule import PlainSchedule
 
 _PLANS_REMEMBERED = 8
 
@@ -51,7 +49,7 @@ def attach(
     return FullySharded(model, dist.get_rank() if data_rank is None else data_rank, timeout)
 
 
-class FullySharded:
+class FullySharded(PlainSchedule):
     """A `gradprune.schedule.Schedule` for ``fully_shard``; made by `attach`."""
 
     def __init__(self, model: torch.nn.Module, data_rank: int, timeout: timedelta) -> None:
@@ -59,9 +57,6 @@ class FullySharded:
         self._place = Place(data_rank, (tuple(range(dist.get_world_size())),))
         self._agreement = Agreement(timeout)
         self._agreed: deque[tuple[PlannedMicrobatch, ...]] = deque(maxlen=_PLANS_REMEMBERED)
-
-    def refusal(self) -> Reason | None:
-        return None
 
     def objection(self, planned: PlannedMicrobatch | None) -> str | None:
         if not any(planned is item for plan in self._agreed for item in plan):
@@ -94,21 +89,6 @@ class FullySharded:
         """Free the parameters that the forward gathered, as the end of a backward does."""
         for module in self._sharded:
             module.reshard()
-
-    def computes_loss(self, model: torch.nn.Module) -> bool:
-        return True
-
-    def stage_inputs(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
-        return ()
-
-    def forward(self, model: torch.nn.Module) -> Forward:
-        return Forward()
-
-    def kept_buffers(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
-        return ()
-
-    def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
-        return nullcontext(())
 
     def _groups(self) -> Iterator[Any]:
         for module in self._sharded:

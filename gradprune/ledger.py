@@ -19,7 +19,7 @@ class Ledger:
     def number(self, tensor: torch.Tensor) -> int | None:
         """The number of a tensor; None for one never seen, or written to since it was."""
         number = self.ever(tensor)
-        valid = number is not None and number not in self._void and self._versions[number] == _version(tensor)
+        valid = number is not None and number not in self._void and self._versions[number] == version_of(tensor)
         return number if valid else None
 
     def ever(self, tensor: torch.Tensor) -> int | None:
@@ -29,7 +29,7 @@ class Ledger:
 
     def assign(self, tensor: torch.Tensor, number: int) -> None:
         self._known[id(tensor)] = (weakref.ref(tensor), number)
-        self._versions[number] = _version(tensor)
+        self._versions[number] = version_of(tensor)
 
     def void(self, tensors: list[torch.Tensor]) -> None:
         """`tensors` were written to in a way that no version shows: what shares their memory is unknown from now on."""
@@ -46,7 +46,7 @@ class Ledger:
         memory = set(map(_memory, tensors)) - {0}
         for reference, number in self._known.values():
             tensor = reference()
-            if tensor is not None and self._versions[number] == _version(tensor) and _memory(tensor) in memory:
+            if tensor is not None and self._versions[number] == version_of(tensor) and _memory(tensor) in memory:
                 self._void.add(number)
 
     def spoiled(self, tensor: torch.Tensor) -> bool:
@@ -65,10 +65,10 @@ class Ledger:
             if tensor is None or number in self._void:
                 continue
             shares = _memory(tensor) in memory or any(tensor is one for one in written)
-            if shares and self._versions[number] == _version(tensor):
+            if shares and self._versions[number] == version_of(tensor):
                 self._void.add(number)  # as `x` is when `x.data` is written to: its version does not show it
             elif shares:
-                self._versions[number] = _version(tensor)
+                self._versions[number] = version_of(tensor)
                 numbers.append(number)
         return tuple(sorted(numbers))
 
@@ -81,6 +81,6 @@ def _memory(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; one made in inference mode is not counted, nor written to outside of it."""
     return 0 if tensor.is_inference() else tensor._version

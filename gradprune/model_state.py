@@ -20,6 +20,7 @@ import torch
 
 from gradprune.boundary import Call, modules_of
 from gradprune.data_parallel import is_sharded
+from gradprune.ledger import version_of
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -152,8 +153,3 @@ def _token(value: Any, depth: int = 0) -> Any:
 
 def _length(value: Any) -> int:
     return len(value) if isinstance(value, Collection) else 0
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to; one made in inference mode is not counted."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -228,10 +228,8 @@ class DeadRun:
         self._proof, self._looks, self._failed = proof, looks, failed
         self._watch = TapeWatch(proof.tape, self._look if looks else None)
         devices = {tensor.device for tensor in microbatch_tensors.values()}
-        self._lean, self._schedule = (
-            Lean(proof.written_buffers(), model_buffers, devices, proof.stateful, proof.linked),
-            schedule,
-        )
+        self._lean = Lean(proof.written_buffers(), model_buffers, devices, proof.stateful, proof.linked)
+        self._schedule = schedule
         self._forwards: list[Forward] = []
         self._hooks = TensorHooks()
         self._model = model

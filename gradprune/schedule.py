@@ -91,8 +91,8 @@ class Schedule(Protocol):
         """
 
 
-class _NoSchedule:
-    """One process, or data parallelism whose gradients are reduced after the last backward."""
+class PlainSchedule:
+    """One process, or data parallelism whose gradients are reduced after the last backward. Others differ from it."""
 
     def refusal(self) -> Reason | None:
         return None
@@ -128,4 +128,4 @@ class _NoSchedule:
         return plan, proved
 
 
-no_schedule: Schedule = _NoSchedule()
+no_schedule: Schedule = PlainSchedule()

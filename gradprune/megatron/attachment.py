@@ -21,7 +21,7 @@ from gradprune.megatron.grad_sync import GradSync
 from gradprune.megatron.settings import module_reasons_against, reasons_against
 from gradprune.megatron.stages import Stages
 from gradprune.planner import StepPlan
-from gradprune.schedule import Forward
+from gradprune.schedule import Forward, PlainSchedule
 
 _PLANS_REMEMBERED = 8
 
@@ -62,7 +62,7 @@ def attach(
 _attached: list[list[torch.nn.Module]] = []
 
 
-class Attachment:
+class Attachment(PlainSchedule):
     """A `gradprune.schedule.Schedule` for megatron-core; made by `attach`. A context manager that detaches."""
 
     def __init__(self, chunks: list[torch.nn.Module], config: Any, timeout: timedelta) -> None:
@@ -117,15 +117,6 @@ class Attachment:
 
     def kept_buffers(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
         return self._stages.kept_buffers(model)
-
-    def shields(self, module: torch.nn.Module) -> bool:
-        return False
-
-    def owners(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return leaves
-
-    def ended(self, model: torch.nn.Module) -> None:
-        pass
 
     def dead_forward(self, model: torch.nn.Module) -> AbstractContextManager[Sequence[torch.Tensor]]:
         return self._stages.dead_forward(model)
