@@ -107,6 +107,7 @@ class WatchedRun:
         for gradient in gradients:
             if gradient is not None:
                 delivery.see(magnitude(gradient))
+        self._observed.cut_off()
         pruner.ended(microbatch)
         pruner.note(microbatch, Dead(microbatch.known.reason))
         return replaced(output, loss, delivery.ending(loss))

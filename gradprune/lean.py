@@ -61,13 +61,39 @@ class Lean:
             args, kwargs = map_tensors((call.args, call.kwargs), given.as_given)
             return call.forward(*args, **kwargs)
 
-        return checkpoint(
-            forward,
+        first = _Caught(forward)
+        output = checkpoint(
+            first,
             use_reentrant=False,
             preserve_rng_state=False,
             determinism_check="none",  # of shapes; that each tensor is there is checked in any case
             context_fn=lambda: (nullcontext(), recomputing),
         )
+        first.raise_error()
+        return output
+
+
+class _Caught:
+    """A forward whose first run ends normally in any case: torch 2.11's `checkpoint` leaves its hooks on the stack when
+    the forward raises, for as long as somebody holds the exception."""
+
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        self._forward, self._error, self._has_run = forward, None, False
+
+    def __call__(self) -> Any:
+        if self._has_run:
+            return self._forward()
+        self._has_run = True
+        try:
+            return self._forward()
+        except BaseException as error:  # noqa: BLE001  raised again by raise_error()
+            self._error: BaseException | None = error
+            return None
+
+    def raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 class _Recomputing:

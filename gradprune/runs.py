@@ -65,7 +65,7 @@ class ObservedRun:
         )
         self._size_of_outputs = 0
         self._saved_elsewhere = self._stateful = False
-        self._hooks = TensorHooks()
+        self._hooks = TensorHooks(schedule)
         self._linked: set[str] = set()
         self._named = list(named.values())
         # By value: batch norm writes its statistics without a trace in the version counter.
@@ -91,7 +91,8 @@ class ObservedRun:
     def _compute(self, name: str, call: Call) -> Any:
         before = fingerprint(call)
         output = call()
-        self._stateful = self._stateful or keeps_state(call) or fingerprint(call) != before
+        # What a forward threw away would be missing where a part of it is computed again.
+        self._stateful |= keeps_state(call) or self._hooks.recomputing or fingerprint(call) != before
         return output
 
     def objection(self, reach: Reach) -> str | None:
@@ -101,6 +102,10 @@ class ObservedRun:
             or unseen_functions(reach, self._recorder.applied_functions)
             or sparse_gradient(self._boundary.entries)
         )
+
+    def cut_off(self) -> None:
+        """No backward will come."""
+        self._hooks.forget()
 
     def recomputes(self) -> bool:
         """Whether the backward may run parts of the forward again, of a model that has buffers."""
@@ -162,10 +167,15 @@ class ObservedRun:
 
 
 class TensorHooks:
-    """Notices hooks that the user's code puts on tensors, inside the model too: they would not be called."""
+    """Notices hooks that the user's code puts on tensors, inside the model too: they would not be called.
 
-    def __init__(self) -> None:
+    Those by which a framework recomputes would be called for nothing: they are let go of instead.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
         self._where: SourceLine | None = None
+        self._forgetting: list[Callable[[], None]] = []
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
@@ -173,12 +183,25 @@ class TensorHooks:
 
         @functools.wraps(register)
         def registered(tensor: torch.Tensor, hook: Any) -> Any:
-            if self._where is None and is_user_file(sys._getframe(1).f_code.co_filename):
+            if (forget := self._schedule.recomputes(hook)) is not None:
+                self._forgetting.append(forget)
+            elif self._where is None and is_user_file(sys._getframe(1).f_code.co_filename):
                 self._where = user_line()
             return register(tensor, hook)
 
         with replaced(torch.Tensor, "register_hook", registered):
             yield
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a hook was noticed that computes again what the forward threw away."""
+        return bool(self._forgetting)
+
+    def forget(self) -> None:
+        """Let go of what such hooks hold: they will not be called."""
+        for forget in self._forgetting:
+            forget()
+        self._forgetting.clear()
 
     def objection(self) -> str | None:
         return None if self._where is None else f"a hook on a tensor sees its gradient, at {self._where}"
@@ -231,7 +254,7 @@ class DeadRun:
         self._lean = Lean(proof.written_buffers(), model_buffers, devices, proof.stateful, proof.linked)
         self._schedule = schedule
         self._forwards: list[Forward] = []
-        self._hooks = TensorHooks()
+        self._hooks = TensorHooks(schedule)
         self._model = model
         self._boundary = Boundary(
             proof.modules(), around=self._watch.paused, compute=self._compute, returned=self._output
@@ -280,6 +303,7 @@ class DeadRun:
 
     def cut_off(self) -> None:
         """No backward will come."""
+        self._hooks.forget()
         for scheduled in self._forwards:
             scheduled.dead()
 

@@ -66,6 +66,10 @@ class Schedule(Protocol):
         """Whether the gradient of what `module` returned must not be looked at there, since hooks of a wrapper would
         take that for the beginning of a backward."""
 
+    def recomputes(self, hook: Any) -> Callable[[], None] | None:
+        """None, unless `hook`, which the forward put on a tensor inside the model, only computes again what the forward
+        threw away; then what lets go of that, where no backward will come."""
+
     def owners(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The parameters whose gradients are those of `leaves` of a graph, in the same order."""
 
@@ -111,6 +115,9 @@ class PlainSchedule:
 
     def shields(self, module: torch.nn.Module) -> bool:
         return False
+
+    def recomputes(self, hook: Any) -> Callable[[], None] | None:
+        return None
 
     def owners(self, leaves: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return leaves

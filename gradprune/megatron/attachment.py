@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from gradprune.binding import PlannedMicrobatch
 from gradprune.errors import PruneError
 from gradprune.facts import Reason
 from gradprune.megatron.grad_sync import GradSync
+from gradprune.megatron.recomputation import forgetting
 from gradprune.megatron.settings import module_reasons_against, reasons_against
 from gradprune.megatron.stages import Stages
 from gradprune.planner import StepPlan
@@ -114,6 +115,9 @@ class Attachment(PlainSchedule):
 
     def forward(self, model: torch.nn.Module) -> Forward:
         return self._stages.forward(model)
+
+    def recomputes(self, hook: Any) -> Callable[[], None] | None:
+        return forgetting(hook)
 
     def kept_buffers(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
         return self._stages.kept_buffers(model)

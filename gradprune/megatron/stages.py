@@ -23,7 +23,8 @@ class Stages:
     """The stages of `chunks` on this rank: what each received from the stage before, and its dead forward."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        self._owners = [_owner(chunk) for chunk in chunks]
+        self._owners = [_holder(chunk, "set_input_tensor") for chunk in chunks]
+        self._compute_loss = [bool(_holder(chunk, "post_process").post_process) for chunk in chunks]
         self._routers = [_routers(owner) for owner in self._owners]
         self._received: list[Sequence[torch.Tensor | None]] = [() for _ in chunks]
 
@@ -36,7 +37,7 @@ class Stages:
             yield
 
     def computes_loss(self, model: torch.nn.Module) -> bool:
-        return bool(self._owners[self._index(model)].post_process)
+        return self._compute_loss[self._index(model)]
 
     def inputs(self, model: torch.nn.Module) -> list[torch.Tensor]:
         """What the stage of `model` received, and the stage before waits for the gradient of."""
@@ -91,7 +92,7 @@ class Stages:
         return set_input_tensor
 
     def _index(self, model: torch.nn.Module) -> int:
-        owner = _owner(model)
+        owner = _holder(model, "set_input_tensor")
         for index, known in enumerate(self._owners):
             if known is owner:
                 return index
@@ -116,9 +117,15 @@ def _receiving(
             owner.set_input_tensor(list(after))
 
 
-def _owner(model: torch.nn.Module) -> Any:
-    """The module inside the wrappers, DDP and mixed precision, that a schedule hands the stage's input to."""
-    return get_attr_wrapped_model(model, "set_input_tensor", return_model_obj=True)
+def _holder(model: torch.nn.Module, name: str) -> Any:
+    """The outermost module that has `name`, of the model and what its wrappers, DDP and mixed precision, hold."""
+    try:
+        return get_attr_wrapped_model(model, name, return_model_obj=True)
+    except RuntimeError:
+        raise PruneError(
+            f"{type(model).__name__} holds no module with {name}, which every stage of Megatron's pipeline has: pass "
+            "gradprune.megatron.attach the model that get_forward_backward_func() gets"
+        ) from None
 
 
 def _routers(owner: torch.nn.Module) -> list[Any]:
@@ -165,11 +172,14 @@ class _Counting:
         return routed
 
 
-def _deferred_activations(owner: Any) -> list[torch.Tensor]:
+def _deferred_activations(owner: torch.nn.Module) -> list[torch.Tensor]:
     """Activations that ``defer_embedding_wgrad_compute`` keeps for the weight gradient of the output layer."""
-    return getattr(owner, "embedding_activation_buffer", None) or []
+    try:
+        return get_attr_wrapped_model(owner, "embedding_activation_buffer") or []
+    except RuntimeError:
+        return []
 
 
-def _forget_activations(owner: Any, count: int) -> None:
+def _forget_activations(owner: torch.nn.Module, count: int) -> None:
     """Drop what a dead forward added: no backward will come for it."""
     del _deferred_activations(owner)[count:]

@@ -106,7 +106,7 @@ def run_arm(
                 if number not in skipped:
                     succeeded, norm, _ = trainee.optimizer.step()
                     trace.tensors[f"step {number} succeeded"] = torch.tensor(succeeded)
-                    trace.tensors[f"step {number} gradient norm"] = torch.tensor(norm)
+                    trace.tensors[f"step {number} gradient norm"] = torch.tensor(-1.0 if norm is None else norm)
             _read_state(trainee, trace)
             saved = _save(trainee)
             if prune:
@@ -159,8 +159,8 @@ def bind(layout: Layout, step: Any, batches: list[Any]) -> list[Any]:
     chunks = layout.vpp or 1
     if not hasattr(step, "explain"):
         return [iter(batches) for _ in range(chunks)]
-    advantages = torch.cat([batch["advantages"] for batch in batches])
-    mask = torch.cat([batch["loss_mask"] for batch in batches])
+    advantages = torch.cat([batch["advantages"] for batch in batches]).cpu()
+    mask = torch.cat([batch["loss_mask"] for batch in batches]).cpu()
     plan = step.agree(gradprune.StepPlan.from_rollout(advantages, mask, ROWS))
     return [plan.bind(batches) for _ in range(chunks)]
 

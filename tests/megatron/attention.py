@@ -40,6 +40,7 @@ class PlainAttention(MegatronModule):
         mine = positions(lengths, rank, size)
         all_ = torch.cat([positions(lengths, other, size) for other in range(size)], dim=1)
         visible = (mine[0][:, None] == all_[0][None]) & (mine[1][:, None] >= all_[1][None])
+        visible = visible.to(query.device)
         if size > 1:
             key, value = _Gather.apply(key, self.group), _Gather.apply(value, self.group)
         repeats = query.size(2) // key.size(2)

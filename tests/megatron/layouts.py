@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.megatron.attention import plain_attention_spec, positions
@@ -27,6 +28,7 @@ class Layout:
     """One way to lay a model out over ranks.
 
     config, ddp: fields of TransformerConfig and DistributedDataParallelConfig.
+    dtype: of the parameters; half-precision ones are trained as trainers do, with a master copy and gradients in fp32.
     per_token: the loss returns its sum and its number of tokens. packed: rows are one THD sequence. frozen: only the
     MLPs are trained. hybrid: a HybridModel instead of a GPTModel.
     """
@@ -45,6 +47,7 @@ class Layout:
     tied: bool = True
     frozen: bool = False
     hybrid: bool = False
+    dtype: torch.dtype = torch.float32
 
     @property
     def data_ranks(self) -> int:
@@ -73,7 +76,8 @@ def build(layout: Layout, seed: int = 1234) -> Trainee:
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
     config = build_config(layout)
-    ddp_config = DistributedDataParallelConfig(**{"bucket_size": 4000, **layout.ddp})
+    half = layout.dtype is not torch.float32
+    ddp_config = DistributedDataParallelConfig(**{"bucket_size": 4000, "grad_reduce_in_fp32": half, **layout.ddp})
     modules = [_module(layout, config, stage) for stage in range(layout.vpp or 1)]
     chunks: list[Any] = [
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=module, disable_bucketing=index > 0)
@@ -85,7 +89,14 @@ def build(layout: Layout, seed: int = 1234) -> Trainee:
     if ddp_config.overlap_grad_reduce:
         config.no_sync_func = [chunk.no_sync for chunk in chunks] if layout.vpp else chunks[0].no_sync
     optimizer_config = OptimizerConfig(
-        optimizer="adam", lr=1e-2, clip_grad=1.0, use_distributed_optimizer=ddp_config.use_distributed_optimizer
+        optimizer="adam",
+        lr=1e-2,
+        clip_grad=1.0,
+        bf16=layout.dtype is torch.bfloat16,
+        fp16=layout.dtype is torch.float16,
+        initial_loss_scale=2.0**12,  # of fp16: the first steps do not overflow
+        params_dtype=layout.dtype,
+        use_distributed_optimizer=ddp_config.use_distributed_optimizer,
     )
     optimizer = get_megatron_optimizer(optimizer_config, chunks)
     config.grad_scale_func = optimizer.scale_loss
@@ -98,7 +109,10 @@ def build_config(layout: Layout) -> TransformerConfig:
         "hidden_size": 32,
         "num_attention_heads": 4,
         "use_cpu_initialization": True,
-        "pipeline_dtype": torch.float32,
+        "params_dtype": layout.dtype,
+        "pipeline_dtype": layout.dtype,
+        "bf16": layout.dtype is torch.bfloat16,
+        "fp16": layout.dtype is torch.float16,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "gradient_accumulation_fusion": False,
@@ -139,25 +153,30 @@ def _module(layout: Layout, config: TransformerConfig, virtual_stage: int) -> to
     if layout.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("mlp" in name)
-    return model
+    model.to(device())
+    return Float16Module(config, model) if layout.dtype is not torch.float32 else model
+
+
+def device() -> str:
+    """Where this process trains: on its GPU, if it has one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_batches(seed: int, dead: set[int]) -> list[Batch]:
-    """MICROBATCHES microbatches of ROWS sequences; in those of `dead`, every advantage is zero."""
+    """MICROBATCHES microbatches of ROWS sequences where this process trains; those of `dead` have no advantages."""
     batches = []
     for index in range(MICROBATCHES):
         generator = torch.Generator().manual_seed(1000 * seed + index)
         tokens = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
         advantages = torch.randn(ROWS, generator=generator)
-        batches.append(
-            {
-                "tokens": tokens[:, :-1].contiguous(),
-                "labels": tokens[:, 1:].contiguous(),
-                "advantages": torch.zeros(ROWS) if index in dead else advantages,
-                "old_logps": -3.5 + 0.1 * torch.randn(ROWS, LENGTH, generator=generator),
-                "loss_mask": (torch.rand(ROWS, LENGTH, generator=generator) > 0.3).float(),
-            }
-        )
+        batch = {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "advantages": torch.zeros(ROWS) if index in dead else advantages,
+            "old_logps": -3.5 + 0.1 * torch.randn(ROWS, LENGTH, generator=generator),
+            "loss_mask": (torch.rand(ROWS, LENGTH, generator=generator) > 0.3).float(),
+        }
+        batches.append({name: tensor.to(device()) for name, tensor in batch.items()})
     return batches
 
 
@@ -168,14 +187,14 @@ def make_forward_step(layout: Layout, loss: Callable[..., Any] | None = None) ->
     def forward_step(data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(data_iterator)
         rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
-        place = positions([LENGTH], rank, size)[1]
+        place = positions([LENGTH], rank, size)[1].to(device())
         part = {name: tensor[:, place] if tensor.dim() == 2 else tensor for name, tensor in batch.items()}
         rows, width = part["tokens"].shape
         where = place.expand(rows, width)
         if not layout.packed:
             return model(part["tokens"], where, None, labels=part["labels"]), partial(chosen, part)
         flat = {name: tensor.reshape(1, -1) for name, tensor in part.items()}
-        ends = torch.arange(0, rows * LENGTH + 1, LENGTH, dtype=torch.int32)
+        ends = torch.arange(0, rows * LENGTH + 1, LENGTH, dtype=torch.int32, device=device())
         packing = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=LENGTH, max_seqlen_kv=LENGTH
         )

@@ -1,12 +1,15 @@
 """Every layout and every pattern of dead microbatches; as a program, writes the table of a whole run.
 
-python -m tests.megatron.matrix docs/megatron_matrix.md
+python -m tests.megatron.matrix table.md
+python -m tests.megatron.matrix table.md --device cuda    the layouts of `ON_GPUS`: bf16, NCCL, a GPU for each rank
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import megatron.core
@@ -34,12 +37,14 @@ NO_BIAS = {"add_bias_linear": False}
 #: Small enough for every run of the test suite, and at least one layout for each remedy.
 CORE = (
     Layout("1 rank, full recompute, dropout", config={**FULL, **DROPOUT}),
+    Layout("1 rank, selective recompute", config={**SELECTIVE, **NO_BIAS}),
     Layout("DP2", 2),
     Layout("DP2, overlap", 2, ddp=OVERLAP),
     Layout("DP2, distributed optimizer, overlap, per-token loss", 2, ddp=SHARDED, per_token=True),
     Layout("TP2, SP", 2, tp=2, config={"sequence_parallel": True}),
     Layout("PP2, overlap, outputs deallocated", 2, pp=2, ddp=OVERLAP, config={"deallocate_pipeline_outputs": True}),
     Layout("PP2, VPP2, overlap", 2, pp=2, vpp=2, ddp=OVERLAP),
+    Layout("PP2, overlap, bf16", 2, pp=2, ddp=OVERLAP, dtype=torch.bfloat16),
     Layout("CP2, packed", 2, cp=2, packed=True),
     Layout("EP2, expert bias, overlap", 2, ep=2, ddp=OVERLAP, config=EXPERT_BIAS),
 )
@@ -47,7 +52,6 @@ REST = (
     Layout("1 rank", per_token=True),
     Layout("1 rank, overlap", ddp=OVERLAP),
     Layout("1 rank, dropout", config=DROPOUT),
-    Layout("1 rank, selective recompute", config={**SELECTIVE, **NO_BIAS}),
     Layout("1 rank, MLPs trained, the rest frozen", frozen=True),
     Layout("1 rank, packed", packed=True),
     Layout("1 rank, experts", config=EXPERTS),
@@ -80,6 +84,30 @@ REST = (
     Layout("PP2, EP2", 4, pp=2, ep=2, config=EXPERTS),
     Layout("PP2, EP2, expert bias, overlap", 4, pp=2, ep=2, ddp=OVERLAP, config=EXPERT_BIAS),
     Layout("DP2, PP2, overlap", 4, pp=2, ddp=OVERLAP),
+    Layout("DP2, overlap, bf16", 2, ddp=OVERLAP, dtype=torch.bfloat16),
+    Layout("DP2, distributed optimizer, overlap, bf16", 2, ddp=SHARDED, dtype=torch.bfloat16),
+    Layout("DP2, distributed optimizer, overlap, fp16", 2, ddp=SHARDED, dtype=torch.float16),
+)
+
+#: Two GPUs are enough for each; sequence parallelism needs TransformerEngine's norm there.
+ON_GPUS = tuple(
+    replace(layout, dtype=torch.bfloat16)
+    for layout in (
+        Layout("1 rank, full recompute, dropout", config={**FULL, **DROPOUT}),
+        Layout("DP2, overlap", 2, ddp=OVERLAP),
+        Layout("DP2, distributed optimizer, overlap, per-token loss", 2, ddp=SHARDED, per_token=True),
+        Layout(
+            "DP2, distributed optimizer, parameters gathered late", 2, ddp={**SHARDED, "overlap_param_gather": True}
+        ),
+        Layout("TP2", 2, tp=2),
+        Layout("TP2, overlap, dropout", 2, tp=2, ddp=OVERLAP, config=DROPOUT),
+        Layout("PP2, overlap, outputs deallocated", 2, pp=2, ddp=OVERLAP, config={"deallocate_pipeline_outputs": True}),
+        Layout("PP2, VPP2, overlap", 2, pp=2, vpp=2, ddp=OVERLAP),
+        Layout("CP2", 2, cp=2),
+        Layout("CP2, packed", 2, cp=2, packed=True),
+        Layout("EP2, overlap", 2, ep=2, ddp=OVERLAP, config=EXPERTS),
+        Layout("EP2, expert bias, overlap", 2, ep=2, ddp=OVERLAP, config=EXPERT_BIAS),
+    )
 )
 
 #: Steps separated by ``;``, data-parallel ranks by ``|``; a layout of one data rank takes the first.
@@ -130,10 +158,17 @@ def check(layout: Layout, dead: Dead, outcomes: list[Outcome]) -> None:
         assert outcome.backwards_pruned == passes - outcome.dead, f"{where}: {outcome.backwards_pruned} backwards"
 
 
-def main(path: Path, first: int = 0) -> int:
-    """Run every layout from the `first` on under every pattern; write the table to `path`."""
+def main() -> int:
+    """Run every layout under every pattern; write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--first", type=int, default=0, help="number of the layout to start from")
+    args = parser.parse_args()
+    on_gpus = args.device == "cuda"
+    where = f"{torch.cuda.get_device_name()}, NCCL, bf16, deterministic" if on_gpus else "CPU, gloo"
     lines = [
-        f"megatron-core {megatron.core.__version__}, torch {torch.__version__}, CPU, gloo: `torch.equal` of every",
+        f"megatron-core {megatron.core.__version__}, torch {torch.__version__}, {where}: `torch.equal` of every",
         "`main_grad` of every step, and after the last step of parameters, buffers, optimizer state, random state;",
         "losses and gradient norms of every step. Each cell: forward steps of all ranks whose backward was pruned.",
         "",
@@ -141,9 +176,9 @@ def main(path: Path, first: int = 0) -> int:
         "|---|---|" + "---|" * (len(PATTERNS) + 1),
     ]
     failed = 0
-    for layout in (*CORE, *REST)[first:]:
+    for layout in (ON_GPUS if on_gpus else (*CORE, *REST))[args.first :]:
         start, cells = time.perf_counter(), []
-        world = World(layout.world)  # a fresh one: groups that were destroyed leave threads behind
+        world = World(layout.world, args.device)  # a fresh one: groups that were destroyed leave threads behind
         for text in PATTERNS.values():
             dead = parse_dead(text)
             try:
@@ -158,9 +193,9 @@ def main(path: Path, first: int = 0) -> int:
         row = [layout.name, str(layout.world), *cells, f"{time.perf_counter() - start:.0f}"]
         lines.append("| " + " | ".join(row) + " |")
         print(lines[-1], flush=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        args.table.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return min(failed, 1)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:3])))
+    sys.exit(main())

@@ -16,9 +16,10 @@ import gradprune
 import gradprune.megatron
 from gradprune.errors import NoEffectWarning, PruneError
 from tests.megatron.arms import bind, forward_backward
-from tests.megatron.layouts import Layout, Trainee, build, make_batches, make_forward_step
-from tests.megatron.matrix import EXPERT_BIAS, EXPERTS, OVERLAP
+from tests.megatron.layouts import MICROBATCHES, Layout, Trainee, build, make_batches, make_forward_step
+from tests.megatron.matrix import EXPERT_BIAS, EXPERTS, NO_BIAS, OVERLAP, SELECTIVE
 
+SELECTIVE_ONE = Layout("1 rank, selective", config={**SELECTIVE, **NO_BIAS})
 ONE = Layout("1 rank, overlap", ddp=OVERLAP, config=EXPERT_BIAS)
 
 
@@ -117,6 +118,26 @@ def dead_forward_leaves_no_deferred_activation() -> tuple[int, int]:
                 make_forward_step(Layout("1 rank"))(iter([batch]), trainee.chunks[0])
             counts.append(len(model.embedding_activation_buffer))
         return counts[0], counts[1]
+
+
+def dead_microbatch_leaves_no_recomputation() -> list[tuple[bool, ...]]:
+    """By microbatch, which of two layers still hold what selective recomputation would have read in the backward."""
+    with trainee_of(SELECTIVE_ONE) as trainee, gradprune.megatron.attach(trainee.chunks) as schedule:
+        step = gradprune.compile(make_forward_step(SELECTIVE_ONE), zero="advantages * loss_mask", schedule=schedule)
+        batches = bind(SELECTIVE_ONE, step, make_batches(0, {0, 1, 2}))
+        held = []
+        for batch in batches[0]:
+            output, loss_func = step(iter([batch]), trainee.chunks[0])
+            loss_func(output)[0].backward()
+            layers = trainee.chunks[0].module.decoder.layers
+            held.append(tuple(layer.input_layernorm_checkpoint.ctx is not None for layer in layers))
+        assert [bool(decision.outcome) for decision in step.explain().decisions] == [True, False, False, True]
+        return held
+
+
+@pytest.mark.timeout(120)
+def test_dead_microbatch_leaves_no_recomputation(worlds):
+    assert worlds(1).run(dead_microbatch_leaves_no_recomputation) == [[(False, False)] * MICROBATCHES]
 
 
 @pytest.mark.timeout(120)

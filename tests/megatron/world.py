@@ -1,4 +1,4 @@
-"""Worlds of real processes over gloo that stay up between tests: starting one costs more than a case in it.
+"""Worlds of real processes, over gloo or one GPU each, that stay up between tests: starting one is dearer than a case.
 
 `World.run` calls a function on every rank and gives back what each returned. A rank that raises or hangs fails the
 test with its traceback, within the time limit, and the next test gets a fresh world.
@@ -15,7 +15,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -43,10 +44,11 @@ class RankError(AssertionError):
 
 
 class World:
-    """`size` processes in one gloo group, each with megatron-core on the CPU."""
+    """`size` processes in one group, each with megatron-core: on the CPU over gloo, or each on a GPU over NCCL."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
         self.size = size
+        self._device = device
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._served = 0
@@ -82,7 +84,9 @@ class World:
         store = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115  the processes delete it
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, store.name, there), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.size, self._device, store.name, there), daemon=True
+            )
             process.start()
             self._processes.append(process)
             self._pipes.append(here)
@@ -117,20 +121,17 @@ class World:
         return results, failures
 
 
-def _serve(rank: int, size: int, path: str, pipe: Connection) -> None:
-    from gradprune.megatron import cpu
-
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def _serve(rank: int, size: int, device: str, path: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     store = dist.FileStore(path, size)
-    with cpu.emulate_cuda():
+    with _on(device, rank):
         importlib.import_module("tests.megatron.arms")
         pipe.send(("ok", None))
         for call in itertools.count():
             module, name, args = pipe.recv()
             dist.init_process_group(
-                "gloo",
+                "nccl" if device == "cuda" else "gloo",
                 store=dist.PrefixStore(f"call {call}", store),
                 rank=rank,
                 world_size=size,
@@ -144,3 +145,19 @@ def _serve(rank: int, size: int, path: str, pipe: Connection) -> None:
             dist.destroy_process_group()
             gc.collect()
             pipe.send(answer)
+
+
+@contextmanager
+def _on(device: str, rank: int) -> Iterator[None]:
+    """Megatron on the CPU, or deterministic on GPU number `rank`."""
+    if device == "cpu":
+        from gradprune.megatron import cpu
+
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        with cpu.emulate_cuda():
+            yield
+        return
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.cuda.set_device(rank)
+    torch.use_deterministic_algorithms(True)
+    yield
