@@ -86,6 +86,7 @@ def megatron_model(shape: Shape, dtype: torch.dtype, recompute: bool, ddp: dict[
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     options: dict[str, Any] = {
@@ -129,7 +130,8 @@ def megatron_model(shape: Shape, dtype: torch.dtype, recompute: bool, ddp: dict[
     )
     if HAS_GPU:
         model.cuda()
-    model.to(dtype)
+    if dtype is torch.bfloat16:
+        model = Float16Module(made, model)
     ddp_config = DistributedDataParallelConfig(
         **{"overlap_grad_reduce": False, "grad_reduce_in_fp32": False, **(ddp or {})}
     )

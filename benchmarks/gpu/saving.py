@@ -129,6 +129,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     shape = TINY if args.tiny else Shape(layers=args.layers)
     kind = Megatron if args.model == "megatron" else HuggingFace
     trainer = kind(shape, getattr(torch, args.dtype), args.recompute, device)
+    if args.compile:
+        trainer.model.compile()
     pruned = gradprune.compile(trainer.step, zero=ZERO)
     dead_sets = {share: set(range(round(share * args.microbatches))) for share in args.shares}
     data = {
@@ -140,6 +142,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     chosen[max(args.shares)]["gradprune"]()  # proves, and warms up
     chosen[first]["unpruned"]()
     trainer.forward(data[first])
+    graphs = {"warm": compiled_graphs()}
     times: dict[tuple[float, str], list[float]] = {}
     forward: list[float] = []
     for _ in range(args.repeats):
@@ -147,6 +150,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for share in args.shares:
             for name, call in chosen[share].items():
                 times.setdefault((share, name), []).append(timed(call))
+    graphs["end"] = compiled_graphs()
     live = median(t for (_, name), ts in times.items() if name == "unpruned" for t in ts) / args.microbatches
     zeros = median(times[1.0, "unpruned"]) / args.microbatches
     rows = [row(share, args.microbatches, live, zeros, median(forward), times) for share in args.shares]
@@ -155,6 +159,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "question": "saving against the limit",
         "model": args.model,
         "recompute": args.recompute,
+        "compiled": args.compile,
+        "compiled_graphs": graphs,
         "layers": shape.layers,
         "tokens": args.tokens,
         "microbatches": args.microbatches,
@@ -168,6 +174,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "dead_microbatches": decisions.dead,
         "rows": rows,
     }
+
+
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def row(
@@ -193,7 +204,8 @@ def row(
 def table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['model']}, {result['layers']} layers, {result['tokens']} tokens x {result['microbatches']}, "
-        f"{result['dtype']}, recompute {result['recompute']}, {result['device']}, torch {result['torch']}",
+        f"{result['dtype']}, recompute {result['recompute']}, compiled {result['compiled']} "
+        f"({result['compiled_graphs']} graphs), {result['device']}, torch {result['torch']}",
         f"unpruned microbatch {result['unpruned_ms']:.1f} ms, all dead {result['unpruned_dead_ms']:.1f} ms, "
         f"no-grad forward {result['no_grad_forward_ms']:.1f} ms",
         " dead   unpruned  gradprune       skip    dropped   limit   reach  saving  /limit  /reach",
@@ -219,6 +231,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU, to test this script")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
