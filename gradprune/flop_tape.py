@@ -3,7 +3,7 @@
 The mode only looks: each operator runs as it would have run. The backward is observed through hooks on the graph's
 nodes, so that the caller may use ``loss.backward()``, ``torch.autograd.grad`` or an engine of his own.
 
-Tried with torch 2.13. Private names used here: `torch.utils._python_dispatch` and `torch.utils.weak`.
+Tried with torch 2.11 and 2.13. Private names used here: `torch.utils._python_dispatch` and `torch.utils.weak`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gradprune.flop_rules import count_operator, derive_backward
 from gradprune.flops import Phases
 
-MODE_SENSITIVE = ("MaskedFillBackward", "ProdBackward")
+MODE_SENSITIVE = ("CumprodBackward", "MaskedFillBackward", "ProdBackward")
 """Nodes whose formula torch changes, and rounds differently, while any dispatch mode is on; they contain no product."""
 
 Phase = Literal["forward", "backward", "compiled backward"]

@@ -92,7 +92,9 @@ class FullySharded(PlainSchedule):
 
     def _groups(self) -> Iterator[Any]:
         for module in self._sharded:
-            yield from module._get_fsdp_state()._fsdp_param_groups
+            state = module._get_fsdp_state()
+            # torch 2.11 knows one group a module.
+            yield from getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group])
 
 
 def _waits(group: Any) -> bool:
