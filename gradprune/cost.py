@@ -110,9 +110,10 @@ class CostModel:
         cls, length: str, phases: Sequence[sympy.Expr], sizes: Mapping[str, int] | None = None
     ) -> CostModel:
         """From symbolic counts of one sequence: forward, backward and, if any, recomputation, as
-        `gradprune.passes.count_flops` gives them. `sizes` are put in by symbol name; `length` alone must remain."""
+        `gradprune.passes.count_flops` gives them. `sizes` are put in by symbol name; `length` alone must remain. A
+        sequence attends to itself: ``squares(offsets)`` and ``pairs(q, k)`` become its squared length."""
         known = {name: size for name, size in (sizes or {}).items() if name != length}
-        return cls(*(LengthCost.from_expression(_substitute(phase, known), length) for phase in phases))
+        return cls(*(LengthCost.from_expression(_substitute(phase, known, length), length) for phase in phases))
 
     @classmethod
     def from_counts(cls, counts: Mapping[int, Phases]) -> CostModel:
@@ -184,9 +185,16 @@ class CostModel:
         return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
-def _substitute(expression: sympy.Expr, sizes: Mapping[str, int]) -> sympy.Expr:
+def _substitute(expression: sympy.Expr, sizes: Mapping[str, int], length: str) -> sympy.Expr:
     expression = sympy.sympify(expression)
-    return expression.subs({symbol: sizes[symbol.name] for symbol in expression.free_symbols if symbol.name in sizes})
+    tokens = next((s for s in expression.free_symbols if s.name == length), sympy.Symbol(length))
+    values = {symbol: sizes.get(symbol.name, symbol) for symbol in expression.free_symbols}
+    squares = {
+        symbol: tokens**2
+        for symbol, value in values.items()
+        if value is symbol and symbol.name.startswith(("squares(", "pairs("))
+    }
+    return expression.subs(values | squares)
 
 
 @dataclass(frozen=True)

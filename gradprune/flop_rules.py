@@ -31,6 +31,15 @@ def attention_backward_flops(
     return 2 * _product(batch) * length_q * key_shape[-2] * (3 * width + 2 * value_shape[-1])
 
 
+def packed_attention_flops(query_shape: Shape, value_shape: Shape, pairs: Any, *, backward: bool) -> Any:
+    """Attention within each of several sequences in one row of tokens, ``[..., tokens, heads, width]``, dense.
+
+    pairs: over sequences, the sum of queries times keys; of squared lengths where a sequence attends to itself.
+    """
+    heads, width = query_shape[-2:]
+    return 2 * heads * pairs * (3 * width + 2 * value_shape[-1] if backward else width + value_shape[-1])
+
+
 def product_flops(packet: Any, a_shape: Shape, b_shape: Shape) -> Any:
     """``2 [B] M K N`` of any matrix product in `FIRST_FACTOR`, at numbers or symbols."""
     if packet is aten._grouped_mm:
@@ -77,6 +86,18 @@ FIRST_FACTOR = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1, aten._g
 
 ATTENTION = {getattr(aten, name) for name in _ATTENTION_NAMES}
 """Attention kernels (queries, keys, values first); one kernel makes all gradients as soon as one is needed."""
+
+PACKED_ATTENTION = {
+    "aten::_flash_attention_forward": (0, 3),
+    "aten::_flash_attention_backward": (1, 6),
+    "aten::_efficient_attention_forward": (0, 4),
+    "aten::_efficient_attention_backward": (1, 6),
+    "torch_attn::_varlen_attn": (0, 3),
+    "torch_attn::_varlen_attn_out": (1, 4),
+    "torch_attn::_varlen_attn_backward": (1, 6),
+}
+"""Kernels for packed sequences, by name -> places of their queries (keys and values follow) and of the queries' offsets
+(those of the keys follow; None where nothing is packed). FLOPs hang on the offsets, which are data."""
 
 VARLEN_ATTENTION = {aten._flash_attention_forward, aten._efficient_attention_forward}
 CONVOLUTIONS = {aten.convolution, aten._convolution, aten.convolution_overrideable}

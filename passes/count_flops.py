@@ -16,7 +16,14 @@ import torch.fx
 from torch.utils._pytree import tree_map
 
 from gradprune.errors import PruneError
-from gradprune.flop_rules import EXTRA_FORMULAS, FIRST_FACTOR, flop_registry, product_flops
+from gradprune.flop_rules import (
+    EXTRA_FORMULAS,
+    FIRST_FACTOR,
+    PACKED_ATTENTION,
+    flop_registry,
+    packed_attention_flops,
+    product_flops,
+)
 from gradprune.flops import Phases
 from gradprune.joint import JointGraph
 
@@ -28,6 +35,8 @@ class GraphFlops:
     recompute: what a hand-written backward runs without reading the cotangent.
     forward, backward, recompute: expressions of integer symbols named for the first input that has that size,
         ``logp[0]``; a size that depends on data keeps the tracer's name. Constants where no size is symbolic.
+        Attention over packed sequences depends on their squared lengths, ``squares(offsets)`` for an input of that
+        name (else the name of its node); ``pairs(q, k)`` where queries and keys have offsets of their own.
     sizes: every symbolic size of an input -> its expression, ``{"logp[0]": logp[0], "mask[0]": logp[0]}``.
     """
 
@@ -45,10 +54,16 @@ class GraphFlops:
         return Phases(*(_evaluate(value, sizes) for value in (self.forward, self.backward, self.recompute)))
 
     def at_inputs(self, tensors: Mapping[str, torch.Tensor]) -> Phases:
-        """FLOPs at the shapes of the inputs, by name."""
-        return self.at(
-            {f"{name}[{i}]": size for name, tensor in tensors.items() for i, size in enumerate(tensor.shape)}
-        )
+        """FLOPs at the shapes of the inputs, by name, and at the values of the offsets of packed sequences."""
+        sizes = {f"{name}[{i}]": size for name, tensor in tensors.items() for i, size in enumerate(tensor.shape)}
+        symbols = set().union(*(value.free_symbols for value in (self.forward, self.backward, self.recompute)))
+        names = {symbol.name for symbol in symbols}
+        offsets = {name: tensor for name, tensor in tensors.items() if tensor.ndim == 1 and not tensor.is_meta}
+        for one, first in offsets.items():
+            for two, second in offsets.items():
+                if _pairs_name(one, two) in names:
+                    sizes[_pairs_name(one, two)] = int((first.long().diff() * second.long().diff()).sum())
+        return self.at(sizes)
 
 
 def _evaluate(expression: sympy.Expr, sizes: Mapping[str, int]) -> int:
@@ -63,6 +78,10 @@ def _size(value: Any) -> sympy.Expr:
     return value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
 
 
+def _pairs_name(queries: str, keys: str) -> str:
+    return f"squares({queries})" if queries == keys else f"pairs({queries}, {keys})"
+
+
 def _shapes(value: Any) -> Any:
     """Tensors and nodes of tensors become tuples of sympy sizes; everything else stays."""
     if isinstance(value, torch.fx.Node):
@@ -72,8 +91,11 @@ def _shapes(value: Any) -> Any:
     return value
 
 
-def _count_node(node: torch.fx.Node) -> sympy.Expr:
+def _count_node(node: torch.fx.Node, names: Mapping[torch.fx.Node, str]) -> sympy.Expr:
     packet = getattr(node.target, "overloadpacket", None)
+    kernel = getattr(packet, "_qualified_op_name", "")
+    if kernel in PACKED_ATTENTION:
+        return _count_packed(node, names, *PACKED_ATTENTION[kernel], backward=kernel.endswith("_backward"))
     if packet in FIRST_FACTOR:
         first = FIRST_FACTOR[packet]
         return product_flops(packet, *(_shapes(argument) for argument in node.args[first : first + 2]))
@@ -87,6 +109,28 @@ def _count_node(node: torch.fx.Node) -> sympy.Expr:
     if packet in EXTRA_FORMULAS:
         return sympy.sympify(formula(*args, **kwargs))
     return sympy.sympify(formula(*args, **kwargs, out_val=out))
+
+
+_COPIES = {torch.ops.aten._to_copy, torch.ops.aten.detach, torch.ops.aten.clone, torch.ops.aten.alias}
+
+
+def _name(offsets: Any, names: Mapping[torch.fx.Node, str]) -> str:
+    """The input that `offsets` is or copies; else the name of its node."""
+    while offsets not in names and getattr(offsets.target, "overloadpacket", None) in _COPIES:
+        offsets = offsets.args[0]
+    return names.get(offsets, offsets.name)
+
+
+def _count_packed(
+    node: torch.fx.Node, names: Mapping[torch.fx.Node, str], query: int, place: int, *, backward: bool
+) -> sympy.Expr:
+    query_shape, key_shape, value_shape = (_shapes(argument) for argument in node.args[query : query + 3])
+    queries, keys = node.args[place : place + 2]
+    if queries is None:  # [rows, tokens, heads, width]: nothing is packed
+        pairs = query_shape[0] * query_shape[1] * key_shape[1]
+    else:
+        pairs = sympy.Symbol(_pairs_name(_name(queries, names), _name(keys, names)), integer=True, positive=True)
+    return packed_attention_flops(query_shape, value_shape, pairs, backward=backward)
 
 
 def _reached(graph: torch.fx.Graph, sources: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
@@ -115,12 +159,13 @@ def _name_sizes(joint: JointGraph) -> tuple[dict[sympy.Symbol, sympy.Symbol], di
 def count_flops(joint: JointGraph) -> GraphFlops:
     """FLOPs of the forward, of what depends on the loss's cotangent, and of what the backward runs besides."""
     graph = joint.graph_module.graph
+    inputs = {item.node: item.name for item in joint.inputs}
     backward = _reached(graph, (item.node for item in joint.inputs if item.role == "tangent"))
     totals = {phase: sympy.Integer(0) for phase in ("forward", "backward", "recompute")}
     for node in graph.nodes:
         if node.op == "call_function":
             again = node.meta.get("call") is None
             phase = "backward" if node in backward else "recompute" if again else "forward"
-            totals[phase] += _count_node(node)
+            totals[phase] += _count_node(node, inputs)
     names, sizes = _name_sizes(joint)
     return GraphFlops(**{phase: sympy.expand(total.subs(names)) for phase, total in totals.items()}, sizes=sizes)

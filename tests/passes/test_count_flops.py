@@ -4,9 +4,11 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from gradprune.cost import CostModel, LengthCost
 from gradprune.errors import PruneError
 from gradprune.flop_rules import EXTRA_FORMULAS
 from gradprune.flops import Phases
@@ -159,3 +161,72 @@ def test_counting_adds_no_guard():
     before = len(joint.shape_env.guards)
     assert count_flops(joint).total != 0
     assert len(joint.shape_env.guards) == before
+
+
+OFFSETS = torch.tensor([0, 4, 9, 10], dtype=torch.int32)
+
+
+def flash(q, k, v, cu):
+    return torch.ops.aten._flash_attention_forward(q, k, v, cu, cu, 9, 9, 0.0, True, False)[0].float().sum()
+
+
+def efficient(q, k, v, cu):
+    rows = (tensor[None] for tensor in (q, k, v))
+    return torch.ops.aten._efficient_attention_forward(*rows, None, cu, cu, 9, 9, 0.0, 1, True)[0].float().sum()
+
+
+def varlen(q, k, v, cu):
+    return varlen_attn(q, k, v, cu, cu, 9, 9).float().sum()
+
+
+@pytest.mark.parametrize("attention", [flash, efficient, varlen])
+def test_packed_attention_is_linear_in_the_squared_lengths(attention):
+    """Lengths 4, 5 and 1 in ten tokens: 42 pairs, not 100."""
+    tensors = {
+        "q": torch.empty(10, 4, 8, device="meta", dtype=torch.bfloat16),
+        "k": torch.empty(10, 4, 8, device="meta", dtype=torch.bfloat16),
+        "v": torch.empty(10, 4, 8, device="meta", dtype=torch.bfloat16),
+        "cu": OFFSETS,
+    }
+    args = (*list(tensors.values())[:3], torch.empty(4, device="meta", dtype=torch.int32))
+    (joint,) = trace_joint(attention, args, names=tuple(tensors), wrt=("q", "k", "v"))
+    flops = count_flops(joint)
+    squares = sympy.Symbol("squares(cu)", integer=True, positive=True)
+    heads, width, value_width = (sympy.Symbol(name, integer=True, positive=True) for name in ("q[1]", "q[2]", "v[2]"))
+    assert sympy.expand(flops.forward - 2 * heads * squares * (width + value_width)) == 0
+    assert sympy.expand(flops.backward - 2 * heads * squares * (3 * width + 2 * value_width)) == 0
+    queries = [torch.empty(10, 4, 8, device="meta")] * 3
+    packets = (torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
+    one, two = (flop_registry[packet] for packet in packets)
+    expected = one(*queries, OFFSETS, OFFSETS, 5, 5), two(*queries[:1], *queries, None, None, OFFSETS, OFFSETS, 5, 5)
+    phases = flops.at_inputs(tensors)
+    assert (phases.forward, phases.backward) == expected == (2 * 4 * 42 * 16, 2 * 4 * 42 * 40)
+    cost = CostModel.from_expressions("q[0]", [flops.forward, flops.backward], {"q[1]": 4, "q[2]": 8, "v[2]": 8})
+    assert cost.forward == LengthCost(quadratic=2 * 4 * 16) and cost.phases([4, 5, 1]) == phases
+
+
+def test_attention_over_other_keys_counts_pairs():
+    """Offsets of queries and of keys, the former a copy of an input: 4 x 2 + 6 x 3 pairs."""
+
+    def attend(q, k, v, cu_q, cu_k):
+        offsets = cu_q.to(torch.int32)
+        return torch.ops.aten._flash_attention_forward(q, k, v, offsets, cu_k, 9, 9, 0.0, False, False)[0].sum()
+
+    names = ("q", "k", "v", "cu_q", "cu_k")
+    meta = [torch.empty(size, device="meta") for size in ((10, 4, 8), (5, 4, 8), (5, 4, 8))]
+    offsets = [torch.empty(3, device="meta", dtype=dtype) for dtype in (torch.int64, torch.int32)]
+    (joint,) = trace_joint(attend, (*meta, *offsets), names=names, wrt=("q",))
+    values = (torch.tensor([0, 4, 10]), torch.tensor([0, 2, 5], dtype=torch.int32))
+    phases = count_flops(joint).at_inputs(dict(zip(names, (*meta, *values))))
+    assert phases == Phases(2 * 4 * 26 * 16, 2 * 4 * 26 * 40)
+    with pytest.raises(PruneError, match=r"FLOPs depend on pairs\(cu_q, cu_k\)"):
+        count_flops(joint).at_inputs(dict(zip(names, meta)))
+
+
+def test_a_packed_kernel_without_offsets_counts_its_rows():
+    def attend(q, k, v):
+        return torch.ops.aten._flash_attention_forward(q, k, v, None, None, 6, 6, 0.0, False, False)[0].sum()
+
+    meta = [torch.empty(2, 6, 4, 8, device="meta") for _ in range(3)]
+    (joint,) = trace_joint(attend, meta, names=("q", "k", "v"), wrt=("q",))
+    assert count_flops(joint).at_inputs(dict(zip("qkv", meta))) == Phases(2 * 2 * 4 * 36 * 16, 2 * 2 * 4 * 36 * 40)
