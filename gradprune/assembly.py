@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import add
 
 import numpy as np
 
@@ -51,6 +49,14 @@ class Repacking:
         return ("the loss divides by a number of its microbatch: this packing weighs sequences unlike another would",)
 
 
+@dataclass(frozen=True)
+class StepShare:
+    """What a plan says of one optimizer step besides its microbatches."""
+
+    dead_row_tokens: int
+    balance: Balance
+
+
 def assemble(
     lengths: Ints,
     dead: Bools,
@@ -59,22 +65,22 @@ def assemble(
     groups: Ints | None,
     steps: int | Sequence[int],
     product: str,
-) -> tuple[tuple[tuple[PlannedMicrobatch, ...], ...], Balance]:
+) -> tuple[tuple[tuple[PlannedMicrobatch, ...], ...], tuple[StepShare, ...]]:
     """The microbatches of every rank, step after step. groups [R]: numbered from 0 and kept whole, or None."""
     forward = _read_cost(cost, lengths)
     tokens = -(-lengths // limits.quantum) * limits.quantum
-    sequences = Items(tokens, np.ones_like(lengths), tokens, forward, dead)
+    sequences = Items(tokens, np.ones_like(lengths), tokens, forward, dead, lengths)
     step_of = _read_steps(steps, len(lengths), groups)
-    plans, balances = [], []
+    plans, shares = [], []
     for step in range(int(step_of.max()) + 1):
         samples = np.flatnonzero(step_of == step)
         ranks, balance = _plan_step(
             sequences.take(samples), samples, limits, None if groups is None else groups[samples], product, step
         )
         plans.append(ranks)
-        balances.append(balance)
+        shares.append(StepShare(int(lengths[samples][dead[samples]].sum()), balance))
     joined = tuple(tuple(item for part in parts for item in part) for parts in zip(*plans))
-    return joined, reduce(add, balances)
+    return joined, tuple(shares)
 
 
 def _plan_step(

@@ -21,8 +21,9 @@ class PlannedMicrobatch:
     """What a plan says of one microbatch.
 
     index: its place among the microbatches of its rank and optimizer step. samples: its sequences, as indices into the
-    rollout; empty in a filler. tokens: what its forward sees, padding included. cost: of its forward, in the unit of
-    the plan's cost function. filler: stands only for an equal count on every rank; feed `tokens` masked tokens.
+    rollout; empty in a filler. tokens: what its forward sees, padding included. padding: how many of these belong to
+    no sequence, as far as the plan knows lengths. cost: of its forward, in the unit of the plan's cost function.
+    filler: stands only for an equal count on every rank; feed `tokens` masked tokens.
     """
 
     index: int
@@ -33,6 +34,7 @@ class PlannedMicrobatch:
     cost: float = 0.0
     step: int = 0
     filler: bool = False
+    padding: int = 0
 
 
 # id of a batch -> (owner, the batch, what is planned), newest last. The batch is held so that its id stays its own.

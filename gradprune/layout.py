@@ -125,6 +125,7 @@ def _write(
     ).tolist()
     listed, cuts = samples[members].tolist(), start.tolist()
     tokens, cost, all_dead = packs.tokens.tolist(), packs.cost.tolist(), packs.dead.tolist()
+    padding = (packs.tokens - packs.real).tolist()
     ranks = []
     at = 0
     for size in slots.tolist():
@@ -132,7 +133,7 @@ def _write(
         for index, (pack, dead) in enumerate(zip(pack_in[at : at + size].tolist(), is_dead[at : at + size].tolist())):
             if pack < 0:
                 reason = "filler" if dead else "filler at an index that is live on another rank"
-                row.append(PlannedMicrobatch(index, dead, reason, (), filler_tokens, 0.0, step, True))
+                row.append(PlannedMicrobatch(index, dead, reason, (), filler_tokens, 0.0, step, True, filler_tokens))
                 continue
             if dead:
                 reason = f"{product} == 0 in all {cuts[pack + 1] - cuts[pack]} rows"
@@ -141,7 +142,9 @@ def _write(
             else:
                 reason = f"{product} != 0 in row {witness[pack]}"
             mine = tuple(listed[cuts[pack] : cuts[pack + 1]])
-            row.append(PlannedMicrobatch(index, dead, reason, mine, tokens[pack], cost[pack], step))
+            row.append(
+                PlannedMicrobatch(index, dead, reason, mine, tokens[pack], cost[pack], step, False, padding[pack])
+            )
         ranks.append(tuple(row))
         at += size
     return tuple(ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,7 @@ class Items:
     """What moves as one: sequences, groups kept whole, or microbatches made before. Arrays of one length.
 
     tokens: as the budget counts them. rows: sequences. width: tokens of the longest sequence. cost: of the forward.
+    real: tokens without padding.
     """
 
     tokens: Ints
@@ -89,24 +90,25 @@ class Items:
     width: Ints
     cost: Floats
     dead: Bools
+    real: Ints
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def take(self, which: Any) -> Items:
-        return Items(self.tokens[which], self.rows[which], self.width[which], self.cost[which], self.dead[which])
+        return Items(*(getattr(self, item.name)[which] for item in fields(self)))
 
     def merge(self, into: Ints, count: int, padded: bool) -> Items:
         """The items of each of `count` parts as one item; dead where all are. `into` [items]: no part is empty."""
         order = np.argsort(into, kind="stable")
         start = np.searchsorted(into[order], np.arange(count))
         rows, width = np.add.reduceat(self.rows[order], start), np.maximum.reduceat(self.width[order], start)
-        dead = np.logical_and.reduceat(self.dead[order], start)
+        dead, real = np.logical_and.reduceat(self.dead[order], start), np.add.reduceat(self.real[order], start)
         if padded:
             cost = rows * np.maximum.reduceat((self.cost / self.rows)[order], start)
-            return Items(rows * width, rows, width, cost, dead)
+            return Items(rows * width, rows, width, cost, dead, real)
         tokens, cost = np.add.reduceat(self.tokens[order], start), np.add.reduceat(self.cost[order], start)
-        return Items(tokens, rows, width, cost, dead)
+        return Items(tokens, rows, width, cost, dead, real)
 
 
 def check_fit(items: Items, limits: Limits) -> None:

@@ -62,8 +62,15 @@ class Microbatch:
         place = f" (planned as {self.known.plan.index})" if self.known.plan else ""
         return f"microbatch {self.index}{place}"
 
-    def tokens(self, factors: tuple[str, ...]) -> int:
-        if self.known.plan and self.known.plan.tokens:
-            return self.known.plan.tokens
+    def tokens(self, factors: tuple[str, ...]) -> tuple[int, int]:
+        """Its real tokens, and the padding beyond them: what the plan knows of lengths, and slots in the factors.
+
+        Without a plan every slot is taken for a token.
+        """
         wanted = {*factors, *(f"batch.{factor}" for factor in factors)}
-        return max((tensor.numel() for name, tensor in self.named.items() if name in wanted), default=0)
+        slots = max((tensor.numel() for name, tensor in self.named.items() if name in wanted), default=0)
+        plan = self.known.plan
+        if plan is None or not plan.tokens:
+            return slots, 0
+        real = plan.tokens - plan.padding
+        return real, max(plan.tokens, slots) - real

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from typing import Any, Literal
 
 import numpy as np
 
-from gradprune.assembly import Cost, Repacking, assemble
+from gradprune.assembly import Cost, Repacking, StepShare, assemble
 from gradprune.binding import Batch, BoundPlan, PlannedMicrobatch, any_current, planned
 from gradprune.errors import PlanError
 from gradprune.layout import Balance
@@ -26,6 +28,7 @@ class StepPlan:
 
     ranks: ``ranks[r]`` are the microbatches of data-parallel rank r. factors: names of the product that is zero where
     a row is dead. dead_row_tokens: tokens of dead rows, wherever they stand; `dead_tokens` of them were put together.
+    shares: of each optimizer step its part of dead_row_tokens and of `balance`; see `steps`.
     """
 
     ranks: tuple[tuple[PlannedMicrobatch, ...], ...]
@@ -34,6 +37,7 @@ class StepPlan:
     uniform: tuple[UniformGroup, ...] = ()
     notes: tuple[str, ...] = ()
     balance: Balance | None = field(default=None, compare=False)
+    shares: tuple[StepShare, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
     def from_rollout(
@@ -130,15 +134,23 @@ class StepPlan:
         if snap_uniform:
             dead[[row for group in uniform for row in group.rows]] = True
         kept = found[0] if keep_groups and found else None
-        rows, balance = assemble(known, dead, cost, rules, kept, steps, " * ".join(factors))
-        return cls(rows, tuple(factors), int(known[dead].sum()), uniform, (*notes, *_snap_note(uniform)), balance)
+        rows, shares = assemble(known, dead, cost, rules, kept, steps, " * ".join(factors))
+        balance = reduce(add, (share.balance for share in shares))
+        notes = (*notes, *_snap_note(uniform))
+        return cls(rows, tuple(factors), int(known[dead].sum()), uniform, notes, balance, shares)
 
     @property
     def steps(self) -> tuple[StepPlan, ...]:
         """One plan an optimizer step: what to bind where each step has data of its own."""
-        count = 1 + max((item.step for item in self.microbatches), default=0)
-        ranks = [tuple(tuple(i for i in rank if i.step == step) for rank in self.ranks) for step in range(count)]
-        return tuple(replace(self, ranks=ranks[step]) for step in range(count))
+        if len(self.shares) < 2:
+            return (self,)
+        return tuple(self._step(number, share) for number, share in enumerate(self.shares))
+
+    def _step(self, number: int, share: StepShare) -> StepPlan:
+        ranks = tuple(tuple(item for item in rank if item.step == number) for rank in self.ranks)
+        rows = {row for rank in ranks for item in rank for row in item.samples}
+        uniform = tuple(group for group in self.uniform if not rows.isdisjoint(group.rows))
+        return StepPlan(ranks, self.factors, share.dead_row_tokens, uniform, self.notes, share.balance, (share,))
 
     def snap(self, advantages: Any) -> Any:
         """A copy of `advantages` where the groups that this plan snapped are exact zeros: what the loss must get."""

@@ -279,14 +279,15 @@ class Pruner:
 
     def note(self, microbatch: Microbatch, outcome: Live | Dead, audited: bool = False) -> None:
         self._decisions.append(Decision(microbatch.index, outcome))
-        tokens = microbatch.tokens(self.policy.hypothesis.factors)
+        tokens, padding = microbatch.tokens(self.policy.hypothesis.factors)
         if outcome:
-            self.meter.live(microbatch.shape, tokens)
+            self.meter.live(microbatch.shape, tokens, padding)
             self.parallel.ran_live(microbatch.models.values())
             return
         self._pruned += 1
         plan = microbatch.known.plan
-        self.meter.dead(microbatch.shape, tokens, backward=audited, filler=bool(plan and plan.filler))
+        filler = plan is not None and plan.filler
+        self.meter.dead(microbatch.shape, tokens, padding, backward=audited, filler=filler)
 
     def _poison(self) -> None:
         for proof in self.book.proofs():

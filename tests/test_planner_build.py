@@ -59,7 +59,7 @@ def check(plan: StepPlan, lengths, dead, limits) -> None:
             assert item.filler == (not rows)
             padded = -(-lengths[rows] // quantum) * quantum
             tokens = quantum if item.filler else len(rows) * padded.max() if limits.get("padded") else padded.sum()
-            assert item.tokens == tokens
+            assert item.tokens == tokens and item.padding == tokens - lengths[rows].sum()
             budget = limits["token_budget"]
             if item.dead:
                 budget = max(budget, limits.get("dead_token_budget", budget))
@@ -67,6 +67,9 @@ def check(plan: StepPlan, lengths, dead, limits) -> None:
             assert not item.dead or dead[rows].all()
     for step in plan.steps:
         check_step(step, dead, limits)
+        rows = [row for item in step.microbatches for row in item.samples]
+        assert step.dead_row_tokens == lengths[rows][dead[rows]].sum()
+    assert sum(step.dead_row_tokens for step in plan.steps) == plan.dead_row_tokens
 
 
 def check_step(step: StepPlan, dead, limits) -> None:
@@ -316,6 +319,23 @@ def test_refuses(arguments, message):
 def test_repacks_a_microbatch_normaliser_only_in_the_reordering_tier():
     plan = build([8, 9], [1.0, 0.0], normaliser="microbatch", tier="reordering")
     assert any("divides by a number of its microbatch" in note for note in plan.notes)
+
+
+def test_each_step_has_its_own_account():
+    """Two steps on two ranks: 12 live and 4 dead tokens, then 8 dead ones; a live token takes three forwards."""
+    plan = build([6, 6, 4, 8], [1.0, 1.0, 0.0, 0.0], ranks=2, steps=[0, 0, 0, 1])
+    first, second = plan.steps
+    assert (first.dead_row_tokens, second.dead_row_tokens, plan.dead_row_tokens) == (4, 8, 12)
+    assert first.balance is not None and (first.balance.slowest, first.balance.mean) == (22.0, 20.0)
+    assert second.balance is not None and (second.balance.slowest, second.balance.mean) == (8.0, 4.0)
+    assert plan.balance is not None and plan.balance.slowest == 30.0
+    assert "9 of 9 tokens in dead microbatches (100.0%); 8 belong to dead rows" in str(second)
+    assert build([6], [1.0]).steps == (build([6], [1.0]),)
+
+
+def test_a_step_lists_its_own_uniform_groups():
+    plan = build(np.full(8, 8), [0.19] * 4 + [0.3] * 4, group_size=4, steps=2)
+    assert [[group.group for group in step.uniform] for step in plan.steps] == [[0], [1]]
 
 
 def test_prints_a_table():

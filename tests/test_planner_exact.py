@@ -80,6 +80,30 @@ def test_pruned_equals_unpruned_bit_for_bit_under_one_plan(rollout, compiled, li
     assert any(not item.dead for item in plan.microbatches)
 
 
+@pytest.mark.parametrize("limits", [{"padded": True}, {"microbatch_size": 4}, {"padded": True, "multiple_of": 4}])
+def test_the_report_tells_tokens_from_padding(rollout, compiled, limits):
+    """Batches are 12 slots wide, whatever their sequences; a filler is one masked slot."""
+    lengths, data, model = rollout
+    plan = make_plan(rollout, **{"token_budget": 60, **limits})
+    before = compiled.report()
+    filler = {name: torch.zeros_like(value[:1, :1] if value.ndim > 1 else value[:1]) for name, value in data.items()}
+    for rank, items in enumerate(plan.ranks):
+        batches = [
+            filler if item.filler else {name: value[list(item.samples)] for name, value in data.items()}
+            for item in items
+        ]
+        for batch in plan.bind(batches, rank=rank):
+            compiled(model, batch).backward()
+    after, slots = compiled.report(), 12 * ROWS + sum(item.filler for item in plan.microbatches)
+    counts = ("tokens_live", "tokens_dead", "padding_live", "padding_dead", "fillers")
+    live, dead, *padding, fillers = (getattr(after, name) - getattr(before, name) for name in counts)
+    assert live + dead == lengths.sum() and dead == plan.dead_row_tokens
+    assert sum(padding) == slots - lengths.sum() and min(padding) > 0
+    assert fillers == sum(item.filler for item in plan.microbatches)
+    metrics = after.metrics("perf/")
+    assert metrics["perf/padding/live"] == after.padding_live and metrics["perf/tokens/dead"] == after.tokens_dead
+
+
 def test_another_packing_keeps_the_sum_up_to_its_order(rollout):
     """The stated tolerance of the reordering tier: n terms summed in another order, n * eps of the sum of sizes.
 
