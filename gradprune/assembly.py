@@ -14,7 +14,7 @@ from gradprune.layout import Balance, lay_out
 from gradprune.limits import Bools, Items, Limits
 from gradprune.packing import pack_by_budget
 from gradprune.prepacked import pack_by_shape
-from gradprune.rollout import nearest_divisor, read_array
+from gradprune.rollout import nearest_divisor, read_array, read_whole
 
 Cost = Callable[[Ints], Floats]
 
@@ -28,10 +28,13 @@ class Repacking:
     tier: str
 
     def __post_init__(self) -> None:
-        for name, allowed in (("normaliser", ("global", "microbatch")), ("tier", ("exact", "reordering"))):
+        for name, allowed in (
+            ("normaliser", ("global", "microbatch", "coupled")),
+            ("tier", ("exact", "reordering")),
+        ):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"{name} is {getattr(self, name)!r}: pass one of {', '.join(map(repr, allowed))}")
-        if self.rows_coupled:
+        if self.rows_coupled or self.normaliser == "coupled":
             raise PlanError(
                 "the loss couples rows, so another microbatch is another loss: keep the microbatches, with "
                 "StepPlan.from_rollout(advantages, mask, microbatches)"
@@ -69,7 +72,7 @@ def assemble(
     """The microbatches of every rank, step after step. groups [R]: numbered from 0 and kept whole, or None."""
     forward = _read_cost(cost, lengths)
     tokens = -(-lengths // limits.quantum) * limits.quantum
-    sequences = Items(tokens, np.ones_like(lengths), tokens, forward, dead, lengths)
+    sequences = Items(tokens, np.ones_like(lengths), tokens, forward, dead, lengths, np.arange(len(lengths)))
     step_of = _read_steps(steps, len(lengths), groups)
     plans, shares = [], []
     for step in range(int(step_of.max()) + 1):
@@ -100,6 +103,8 @@ def _plan_step(
 def _read_cost(cost: Cost | None, lengths: Ints) -> Floats:
     if cost is None:
         return lengths.astype(np.float64)
+    if not callable(cost):
+        raise PlanError(f"cost is a {type(cost).__name__}: pass a callable, lengths -> forward FLOPs of each sequence")
     values = read_array("cost(lengths)", cost(lengths)).astype(np.float64)
     if values.shape != lengths.shape:
         raise PlanError(
@@ -114,20 +119,34 @@ def _read_cost(cost: Cost | None, lengths: Ints) -> Floats:
     return values
 
 
+def _read_step_numbers(steps: Sequence[int], rows: int) -> Ints:
+    numbers = read_array("steps", steps)
+    if numbers.shape != (rows,):
+        raise PlanError(f"steps has shape {list(numbers.shape)}: pass one step a sequence, {rows}")
+    wrong = ~((numbers >= 0) & (numbers < rows) & (numbers == np.floor(numbers)))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise PlanError(
+            f"steps[{row}] is {numbers[row]}, for {rows} sequences: pass whole numbers from 0 on without a gap"
+        )
+    step_of = numbers.astype(np.int64)
+    empty = np.flatnonzero(np.bincount(step_of) == 0)
+    if empty.size:
+        raise PlanError(f"no sequence is in step {empty[0]} of steps, one in a later: number them without a gap")
+    return step_of
+
+
 def _read_steps(steps: int | Sequence[int], rows: int, groups: Ints | None) -> Ints:
-    if isinstance(steps, (int, np.integer)):
-        if steps < 1 or rows % steps:
+    if isinstance(steps, (int, float)) or getattr(steps, "ndim", 1) == 0:
+        count = read_whole("steps", steps)
+        if rows % count:
             raise PlanError(
-                f"{rows} sequences do not split into {steps} equal optimizer steps: pass steps="
-                f"{nearest_divisor(rows, int(steps))}, or the step of each sequence"
+                f"{rows} sequences do not split into {count} equal optimizer steps: pass steps="
+                f"{nearest_divisor(rows, count)}, or the step of each sequence"
             )
-        step_of = np.arange(rows) * int(steps) // rows
+        step_of = np.arange(rows) * count // rows
     else:
-        step_of = read_array("steps", steps).astype(np.int64)
-        if step_of.shape != (rows,) or step_of.min() != 0 or len(np.unique(step_of)) != step_of.max() + 1:
-            raise PlanError(
-                f"steps has shape {list(step_of.shape)}: pass one step a sequence, {rows}, from 0 without a gap"
-            )
+        step_of = _read_step_numbers(steps, rows)
     if groups is not None:
         lowest = np.full(int(groups.max()) + 1, rows)
         np.minimum.at(lowest, groups, step_of)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from gradprune.balance import Floats, Ints
 from gradprune.errors import PlanError
+from gradprune.rollout import LARGEST, read_whole
 
 Bools = npt.NDArray[np.bool_]
 
@@ -42,21 +43,17 @@ class Limits:
     reuse_forward: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "token_budget", "dead_token_budget", "microbatch_size", "num_microbatches"):
-            self._check_count(name, getattr(self, name))
-        for name in ("multiple_of", "context_parallel"):
-            self._check_count(name, getattr(self, name) or 0)
+        for name in ("ranks", "multiple_of", "context_parallel"):
+            object.__setattr__(self, name, read_whole(name, getattr(self, name)))
+        for name in ("token_budget", "dead_token_budget", "microbatch_size", "num_microbatches"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, read_whole(name, value, 2**53 if "budget" in name else LARGEST))
         if self.token_budget is None and self.microbatch_size is None:
             raise PlanError("neither token_budget nor microbatch_size was passed: one must bound a microbatch")
         if self.num_microbatches and self.num_microbatches % self.multiple_of:
             raise PlanError(
                 f"num_microbatches is {self.num_microbatches}, multiple_of is {self.multiple_of}: pass a multiple of it"
             )
-
-    @staticmethod
-    def _check_count(name: str, value: int | None) -> None:
-        if value is not None and (value != int(value) or value < 1):
-            raise PlanError(f"{name} is {value}: pass a whole number, at least 1")
 
     @property
     def quantum(self) -> int:
@@ -82,7 +79,7 @@ class Items:
     """What moves as one: sequences, groups kept whole, or microbatches made before. Arrays of one length.
 
     tokens: as the budget counts them. rows: sequences. width: tokens of the longest sequence. cost: of the forward.
-    real: tokens without padding.
+    real: tokens without padding. first: the first sequence, as its index in the rollout.
     """
 
     tokens: Ints
@@ -91,6 +88,7 @@ class Items:
     cost: Floats
     dead: Bools
     real: Ints
+    first: Ints
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -104,11 +102,12 @@ class Items:
         start = np.searchsorted(into[order], np.arange(count))
         rows, width = np.add.reduceat(self.rows[order], start), np.maximum.reduceat(self.width[order], start)
         dead, real = np.logical_and.reduceat(self.dead[order], start), np.add.reduceat(self.real[order], start)
+        first = np.minimum.reduceat(self.first[order], start)
         if padded:
             cost = rows * np.maximum.reduceat((self.cost / self.rows)[order], start)
-            return Items(rows * width, rows, width, cost, dead, real)
+            return Items(rows * width, rows, width, cost, dead, real, first)
         tokens, cost = np.add.reduceat(self.tokens[order], start), np.add.reduceat(self.cost[order], start)
-        return Items(tokens, rows, width, cost, dead, real)
+        return Items(tokens, rows, width, cost, dead, real, first)
 
 
 def check_fit(items: Items, limits: Limits) -> None:
@@ -117,8 +116,10 @@ def check_fit(items: Items, limits: Limits) -> None:
     large = np.flatnonzero(items.tokens > room)
     if large.size:
         item = int(large[0])
-        what = "sequence" if items.rows[item] == 1 else "group"
+        what = f"sequence {items.first[item]}"
+        if items.rows[item] > 1:
+            what = f"the group of {what}, {items.rows[item]} sequences,"
         raise PlanError(
-            f"{what} {item} has {items.tokens[item]} tokens, {limits.budget_name(bool(items.dead[item]))} is "
+            f"{what} has {items.tokens[item]} tokens, {limits.budget_name(bool(items.dead[item]))} is "
             f"{int(room[item])}: pass a larger one, or cut the sequence before its advantages are computed"
         )

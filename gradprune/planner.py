@@ -17,7 +17,16 @@ from gradprune.errors import PlanError
 from gradprune.layout import Balance
 from gradprune.limits import Limits
 from gradprune.memory import ActivationMemory
-from gradprune.rollout import UniformGroup, read_array, read_groups, read_lengths, split_rows, uniform_groups, zero_rows
+from gradprune.rollout import (
+    UniformGroup,
+    read_array,
+    read_groups,
+    read_lengths,
+    read_whole,
+    split_rows,
+    uniform_groups,
+    zero_rows,
+)
 
 __all__ = ["BoundPlan", "PlannedMicrobatch", "StepPlan", "any_current", "planned"]
 
@@ -64,7 +73,9 @@ class StepPlan:
         if group_size is None:
             return plan
         rows = sum(len(item.samples) for item in plan.ranks[0])
-        return replace(plan, uniform=_find_uniform(advantages, read_groups(rows, group_size), rewards, False))
+        return replace(
+            plan, uniform=_find_uniform(advantages, _find_groups(rows, group_size, None, True), rewards, False)
+        )
 
     @classmethod
     def from_factors(
@@ -102,7 +113,7 @@ class StepPlan:
         snap_uniform: bool = False,
         steps: int | Sequence[int] = 1,
         memory: ActivationMemory | None = None,
-        normaliser: Literal["global", "microbatch"] = "global",
+        normaliser: Literal["global", "microbatch", "coupled"] = "global",
         rows_coupled: bool = False,
         tier: Literal["exact", "reordering"] = "exact",
         **limits: Any,
@@ -117,8 +128,9 @@ class StepPlan:
         not zero; snap_uniform takes those as zeros (see `snap`). keep_groups: a group stays in one microbatch.
         steps: optimizer steps that the rollout is used for, as many equal slices, or the step [R] of each sequence.
 
-        normaliser, rows_coupled: what the loss does; see `probe.probe_normaliser`. A loss that couples rows is never
-        re-packed; one that divides by a number of its microbatch only with ``tier="reordering"``, as another weighting.
+        normaliser: what the loss does, as `probe.probe_normaliser` says it; rows_coupled=True is the same as
+        ``"coupled"``. A loss that couples rows is never re-packed; one that divides by a number of its microbatch only
+        with ``tier="reordering"``, as another weighting.
 
         Where there are fewer sequences than ranks, the others get a one-token dead filler. Raises PlanError.
         """
@@ -252,7 +264,7 @@ _Groups = tuple[np.ndarray, tuple[int | str, ...]]
 def _find_groups(rows: int, group_size: int | None, groups: Any, needed: bool) -> _Groups | None:
     if group_size is not None and groups is not None:
         raise PlanError("both group_size and groups were passed: pass one of them")
-    found = read_groups(rows, group_size if groups is None else groups)
+    found = read_groups(rows, groups if group_size is None else read_whole("group_size", group_size))
     if found is None and needed:
         raise PlanError("keep_groups, snap_uniform and rewards need groups: pass group_size, or groups, one id a row")
     return found

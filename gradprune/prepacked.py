@@ -59,11 +59,15 @@ def _fixed_size(items: Items, limits: Limits) -> Ints:
     size = limits.microbatch_size
     rows, each = int(items.rows.sum()), int(items.rows[0])
     assert size is not None
-    if (items.rows != each).any() or size % each:
+    if (items.rows != each).any():
+        other = int(np.argmax(items.rows != each))
         raise PlanError(
-            f"microbatch_size is {size}, but groups of {each} are kept whole: pass a multiple of {each}, and groups of "
-            "one size"
+            f"microbatch_size is {size} and groups are kept whole, but that of sequence {items.first[0]} has {each} "
+            f"sequences and that of sequence {items.first[other]} has {items.rows[other]}: pass groups of one size, or "
+            "no microbatch_size"
         )
+    if size % each:
+        raise PlanError(f"microbatch_size is {size}, but groups of {each} are kept whole: pass a multiple of {each}")
     if rows % size:
         raise PlanError(
             f"{rows} sequences do not fill microbatches of {size}: pass whole microbatches, or microbatch_size="

@@ -6,6 +6,7 @@ Torch tensors are read, torch is not imported. Nothing here moves data between d
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -61,15 +62,36 @@ def read_array(name: str, value: Any) -> Array:
     return array
 
 
+LARGEST = 2**31 - 1
+"""Of a length and of a count: sums over a rollout stay exact in float64."""
+
+
+def read_whole(name: str, value: Any, most: int = LARGEST) -> int:
+    """A whole number from 1 to `most`, as an int: Python's, NumPy's, a tensor's, or a float without a fraction.
+
+    Raises PlanError for anything else.
+    """
+    try:
+        number = int(value) if isinstance(value, (float, np.floating)) else operator.index(value)
+        fits = not isinstance(value, bool) and number == value and 1 <= number <= most
+    except (TypeError, ValueError, OverflowError):  # no number, NaN, infinity
+        fits = False
+    if not fits:
+        raise PlanError(f"{name} is {value!r}: pass a whole number, at least 1 and at most {most}")
+    return number
+
+
 def read_lengths(lengths: Any) -> npt.NDArray[np.int64]:
-    """Lengths in tokens, int64 [R], all >= 1. Raises PlanError naming the first that is not a positive whole number."""
+    """Lengths in tokens, int64 [R]. Raises PlanError naming the first that is no whole number from 1 to `LARGEST`."""
     array = read_array("lengths", lengths)
     if array.ndim != 1 or array.size == 0:
         raise PlanError(f"lengths has shape {list(array.shape)}: pass one length a sequence, at least one")
-    wrong = ~(np.isfinite(array) & (array >= 1) & (array == np.floor(array)))
+    wrong = ~((array >= 1) & (array <= LARGEST) & (array == np.floor(array)))
     if wrong.any():
         row = int(np.argmax(wrong))
-        raise PlanError(f"lengths[{row}] is {array[row]}: pass whole numbers of tokens, at least 1")
+        raise PlanError(
+            f"lengths[{row}] is {array[row]}: pass whole numbers of tokens, at least 1 and at most {LARGEST}"
+        )
     return array.astype(np.int64)
 
 
@@ -158,11 +180,15 @@ def read_groups(rows: int, groups: int | Any | None) -> tuple[npt.NDArray[np.int
     ids = np.asarray(groups if not hasattr(groups, "detach") else read_array("groups", groups))
     if ids.shape != (rows,):
         raise PlanError(f"advantages has {rows} rows, groups has shape {list(ids.shape)}: pass one group id a row")
+    if ids.dtype.kind in "fO":
+        missing = next((row for row, name in enumerate(ids.tolist()) if name is None or name != name), None)
+        if missing is not None:
+            raise PlanError(f"groups[{missing}] is {ids[missing]}: pass an id, a number or a string, for every row")
     names, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    return place[inverse].astype(np.int64), tuple(name.item() for name in names[order])
+    return place[inverse].astype(np.int64), tuple(names[order].tolist())
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
@@ -196,6 +222,9 @@ def uniform_groups(
         reward = read_array("rewards", rewards)
         if reward.shape != group.shape:
             raise PlanError(f"rewards has shape {list(reward.shape)}: pass one reward a row, {len(group)} in all")
+        if not np.isfinite(reward).all():
+            row = int(np.argmin(np.isfinite(reward)))
+            raise PlanError(f"rewards[{row}] is {reward[row]}: pass finite rewards, or none")
         same = np.maximum.reduceat(reward[order], starts) == np.minimum.reduceat(reward[order], starts)
     else:
         nonzero = np.logical_and.reduceat(size_of_row[order] > 0, starts)
@@ -207,15 +236,22 @@ def uniform_groups(
     )
 
 
+def _read_rows(name: str, part: Any) -> npt.NDArray[np.int64]:
+    rows = np.asarray(part).reshape(-1)
+    if rows.size and rows.dtype.kind not in "iu":
+        raise PlanError(f"{name} holds {rows.dtype}, not row numbers: pass whole numbers")
+    return rows.astype(np.int64)
+
+
 def split_rows(rows: int, microbatches: int | Sequence[Any]) -> list[npt.NDArray[np.int64]]:
     """How `rows` rows fall into microbatches: index arrays, one a microbatch.
 
     microbatches: an int (rows a microbatch, consecutive), a sequence of ints (rows of each microbatch, consecutive), or
     a sequence of index sequences. Raises PlanError unless every row falls into exactly one microbatch.
     """
-    if isinstance(microbatches, (int, np.integer)):
-        size = int(microbatches)
-        if size < 1 or rows % size:
+    if isinstance(microbatches, (int, float)) or getattr(microbatches, "ndim", 1) == 0:
+        size = read_whole("microbatches", microbatches)
+        if rows % size:
             raise PlanError(
                 f"advantages has {rows} rows, microbatches of {size} rows do not divide them: pass "
                 f"microbatches={nearest_divisor(rows, size)}, or the size of each as a list"
@@ -230,7 +266,7 @@ def split_rows(rows: int, microbatches: int | Sequence[Any]) -> list[npt.NDArray
                 f"{rows}"
             )
         return np.split(np.arange(rows), np.cumsum(sizes)[:-1])
-    indices = [np.asarray(part, dtype=np.int64).reshape(-1) for part in parts]
+    indices = [_read_rows(f"microbatches[{k}]", part) for k, part in enumerate(parts)]
     seen = np.concatenate([np.empty(0, dtype=np.int64), *indices])
     for k, part in enumerate(indices):
         if ((part < 0) | (part >= rows)).any():

@@ -126,6 +126,9 @@ def test_reports_residue_of_equal_rewards():
         (lambda: StepPlan.from_rollout(np.zeros(5), None, 1, lengths=[2, 2]), "5 rows, lengths has 2 and sums to 4"),
         (lambda: StepPlan.from_rollout(np.zeros(2), None, 1, lengths=[2, -1]), r"lengths\[1\] is -1"),
         (lambda: StepPlan.from_rollout(np.zeros(2), None, 1, lengths=[2, float("nan")]), r"lengths\[1\] is nan"),
+        (lambda: StepPlan.from_rollout(np.zeros(3), None, [[0.5, 1], [2]]), r"microbatches\[0\] holds float64"),
+        (lambda: StepPlan.from_rollout(np.zeros(2), None, [[True, False], [1]]), r"microbatches\[0\] holds bool"),
+        (lambda: StepPlan.from_rollout(np.zeros(4), None, 1.5), "microbatches is 1.5"),
         (lambda: StepPlan.from_factors({}, 1), "no factor was passed"),
     ],
 )

@@ -1,6 +1,7 @@
 """Packing: every sequence once, budgets kept, dead flags right, whatever the limits; and what the plan reports."""
 
 import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -275,6 +276,13 @@ def test_keeps_a_group_of_equal_advantages_and_unequal_rewards():
             "sequence 1 has 65.*dead_token_budget is 32",
         ),
         ({"lengths": [3, -1]}, r"lengths\[1\] is -1"),
+        ({"lengths": [3, 1e300]}, r"lengths\[1\] is 1e\+300: .* at most 2147483647"),
+        ({"lengths": np.array([3, 2**63], dtype=np.uint64)}, r"lengths\[1\] is 9223372036854775808"),
+        ({"lengths": [3, 65], "steps": 2}, "sequence 1 has 65 tokens"),
+        (
+            {"lengths": [40, 3, 9, 40], "advantages": [1] * 4, "groups": [*"baab"], "keep_groups": True},
+            "sequence 0, 2 seq",
+        ),
         ({"lengths": [3, float("nan")]}, r"lengths\[1\] is nan"),
         ({"lengths": [3, 2.5]}, r"lengths\[1\] is 2.5"),
         ({"lengths": []}, "at least one"),
@@ -283,13 +291,39 @@ def test_keeps_a_group_of_equal_advantages_and_unequal_rewards():
         ({"advantages": torch.empty(2, device="meta")}, r"pass advantages\.cpu\(\)"),
         ({"group_size": 3}, "advantages has 2 rows, group_size is 3: pass whole groups, or group_size=2"),
         ({"keep_groups": True}, "keep_groups, snap_uniform and rewards need groups"),
-        ({"lengths": [40, 40], "group_size": 2, "keep_groups": True}, "group 0 has 80 tokens, token_budget is 64"),
+        (
+            {"lengths": [40, 40], "group_size": 2, "keep_groups": True},
+            "the group of sequence 0, 2 sequences, has 80 tokens, token_budget is 64",
+        ),
         ({"groups": [0]}, r"groups has shape \[1\]"),
         ({"groups": [0, 1], "group_size": 1}, "both group_size and groups"),
         ({"snap_uniform": True}, "snap_uniform and rewards need groups"),
         ({"rewards": [1.0], "group_size": 2}, r"rewards has shape \[1\]"),
         ({"ranks": 0}, "ranks is 0"),
         ({"ranks": 1.5}, "ranks is 1.5"),
+        ({"ranks": float("nan")}, "ranks is nan"),
+        ({"ranks": "4"}, "ranks is '4'"),
+        ({"ranks": True}, "ranks is True"),
+        ({"ranks": None}, "ranks is None"),
+        ({"token_budget": float("inf")}, "token_budget is inf"),
+        ({"dead_token_budget": [8]}, r"dead_token_budget is \[8\]"),
+        ({"num_microbatches": 10**30}, "num_microbatches is 10.*at most 2147483647"),
+        ({"multiple_of": None}, "multiple_of is None"),
+        ({"group_size": "2"}, "group_size is '2'"),
+        ({"groups": [0, None]}, r"groups\[1\] is None"),
+        ({"groups": [float("nan"), 1]}, r"groups\[0\] is nan"),
+        ({"rewards": [1.0, float("nan")], "group_size": 2}, r"rewards\[1\] is nan"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"steps": [0, 0.5]}, r"steps\[1\] is 0.5"),
+        ({"steps": [0, float("nan")]}, r"steps\[1\] is nan"),
+        ({"steps": [1, 1]}, "no sequence is in step 0"),
+        ({"cost": 3}, "cost is a int: pass a callable"),
+        (
+            {"lengths": [1] * 3, "advantages": [1] * 3, "microbatch_size": 2, "groups": [0, 0, 1], "keep_groups": True},
+            "that of sequence 0 has 2 sequences and that of sequence 2 has 1",
+        ),
+        ({"normaliser": "coupled"}, "couples rows.*from_rollout"),
+        ({"normaliser": "coupled", "tier": "reordering"}, "couples rows.*from_rollout"),
         ({"token_budget": None}, "neither token_budget nor microbatch_size"),
         ({"lengths": [64, 64], "num_microbatches": 1, "ranks": 1}, "num_microbatches is 1, but rank 0 has 128.*=2"),
         ({"lengths": [64, 64], "num_microbatches": 1, "ranks": 1, "padded": True}, "make 2 microbatches for 1 ranks"),
@@ -308,12 +342,27 @@ def test_keeps_a_group_of_equal_advantages_and_unequal_rewards():
         ({"cost": lambda lengths: lengths * np.nan}, r"cost\(lengths\) is nan for sequence 0 of 8 tokens"),
         ({"rows_coupled": True}, "couples rows.*from_rollout"),
         ({"normaliser": "microbatch"}, 'tier="reordering"'),
-        ({"normaliser": "sometimes"}, "pass one of 'global', 'microbatch'"),
+        ({"normaliser": "sometimes"}, "pass one of 'global', 'microbatch', 'coupled'"),
     ],
 )
 def test_refuses(arguments, message):
     with pytest.raises(PlanError, match=message):
         build(**{"lengths": [8, 9], "advantages": [1.0, 2.0], **arguments})
+
+
+def test_counts_may_be_any_whole_numbers():
+    limits = {"token_budget": 64, "ranks": 2, "multiple_of": 2, "microbatch_size": 1, "context_parallel": 2}
+    expected = build([8, 9, 3, 4], [1.0, 0.0, 1.0, 0.0], steps=2, **limits)
+    for kind in (float, np.float32, np.int16, torch.tensor):
+        given = {name: kind(value) for name, value in limits.items()}
+        plan = build([8, 9, 3, 4], [1.0, 0.0, 1.0, 0.0], steps=kind(2), group_size=kind(2), **given)
+        assert plan == expected and all(type(item.tokens) is int for item in plan.microbatches)
+
+
+def test_groups_may_be_named_by_any_objects():
+    ids = [Fraction(1, 3), Fraction(1, 3), Fraction(1, 2), Fraction(1, 2)]
+    plan = build([8] * 4, [0.19, 0.19, 1.0, -1.0], groups=ids)
+    assert [group.group for group in plan.uniform] == [Fraction(1, 3)]
 
 
 def test_repacks_a_microbatch_normaliser_only_in_the_reordering_tier():
