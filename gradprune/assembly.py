@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradprune.balance import Floats, Ints, lower_bound
+from gradprune.balance import Floats, Ints, lower_bound, tighten_bound
 from gradprune.binding import PlannedMicrobatch
 from gradprune.errors import PlanError
 from gradprune.layout import Balance, lay_out
 from gradprune.limits import Bools, Items, Limits
-from gradprune.packing import pack_by_budget
+from gradprune.packing import GOOD_ENOUGH, pack_by_budget
 from gradprune.prepacked import pack_by_shape
 from gradprune.rollout import nearest_divisor, read_array, read_whole
 
@@ -96,7 +96,10 @@ def _plan_step(
     pack = pack_by_shape if limits.padded or limits.microbatch_size else pack_by_budget
     pack_of, rank = pack(items, limits)
     ranks, balance = lay_out(sequences, pack_of[item_of], rank, samples, limits, product, step)
-    bound = lower_bound(items.cost * limits.passes(items.dead), limits.ranks)
+    weights = items.cost * limits.passes(items.dead)
+    bound = lower_bound(weights, limits.ranks)
+    if balance.slowest > bound * GOOD_ENOUGH:
+        bound = tighten_bound(weights, limits.ranks, bound, balance.slowest)
     return ranks, replace(balance, bound=bound)
 
 

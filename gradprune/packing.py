@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradprune.balance import Ints, level, lower_bound, refine, whole_weights
+from gradprune.balance import Floats, Ints, level, lower_bound, refine, whole_weights
 from gradprune.errors import PlanError
 from gradprune.limits import Bools, Items, Limits, check_fit
 
@@ -61,11 +61,29 @@ def level_ranks(items: Items, limits: Limits, *, even: bool = False, late: Bools
         rank_of[part], loads = level(weights[part], rank_of[part], ranks, None if apart else loads, even=even)
     if even and limits.lockstep:
         return rank_of  # rounds put like costs at like indices; swaps would make ranks wait for each other
-    for part in (np.flatnonzero(~late), np.flatnonzero(late)) if apart else (np.arange(len(items)),):
+    if not apart:
+        return _refine_ranks(items, weights, rank_of, limits, even)
+    for part in (np.flatnonzero(~late), np.flatnonzero(late)):
         goal = lower_bound(weights[part], limits.ranks) * GOOD_ENOUGH
         kind = items.dead[part].astype(np.int64) if even else None
         rank_of[part] = refine(weights[part], rank_of[part], limits.ranks, kind=kind, goal=goal)
     return rank_of
+
+
+def _refine_ranks(items: Items, weights: Floats, rank_of: Ints, limits: Limits, even: bool) -> Ints:
+    """Moves and swaps; where these do not reach the goal, the same again from all items levelled in one round.
+
+    A dead item may be too heavy for the gaps that the live ones leave.
+    """
+    ranks, goal = limits.ranks, lower_bound(weights, limits.ranks) * GOOD_ENOUGH
+    kind = items.dead.astype(np.int64) if even else None
+    best = refine(weights, rank_of, ranks, kind=kind, goal=goal)
+    reached = np.bincount(best, weights, ranks).max()
+    if even or reached <= goal:
+        return best
+    together, _ = level(weights, np.zeros(len(items), dtype=np.int64), np.array([ranks]))
+    other = refine(weights, together, ranks, goal=goal)
+    return other if np.bincount(other, weights, ranks).max() < reached else best
 
 
 GOOD_ENOUGH = 1.0005  # times the lower bound: swapping stops there
