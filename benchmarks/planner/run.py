@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from peers import PEERS
 from rollouts import Rollout, qwen3_4b_forward, sample_rollout
-from yardstick import score
+from yardstick import DEAD, LIVE, bound, score
 
 from gradprune.planner import StepPlan
 
@@ -71,6 +71,20 @@ def small_batches() -> list[dict[str, float]]:
                     assert balance is not None
                     ratios.append(balance.slowest / balance.bound)
             rows.append({"per_rank": per_rank, "ranks": ranks, "worst": max(ratios), "mean": float(np.mean(ratios))})
+    return rows
+
+
+def lockstep_waiting() -> list[dict[str, float]]:
+    """Time of a step in lockstep over its own bound, where all dead work is pruned: live and dead each level alone."""
+    rows = []
+    for ranks in (8, 64, 256, 1024):
+        for dead_share in (0.3, 0.6, 0.9):
+            rollout = sample_rollout(64 * ranks, 8, dead_share)
+            flops = qwen3_4b_forward(rollout.lengths)
+            best = LIVE * bound(flops[~rollout.dead], ranks) + DEAD * bound(flops[rollout.dead], ranks)
+            balance = build(rollout, ranks, lockstep=True).balance
+            assert balance is not None
+            rows.append({"ranks": ranks, "dead_share": dead_share, "waiting": balance.waiting / best})
     return rows
 
 
@@ -133,7 +147,7 @@ def main() -> None:
     results = {
         "machine": f"{platform.machine()}, Python {platform.python_version()}, NumPy {np.__version__}",
         "budget": BUDGET, "per_rank": 64, "cases": cases, "small": small_batches(), "fixed_size": fixed_size(),
-        "million": [] if options.quick else million(),
+        "lockstep": lockstep_waiting(), "million": [] if options.quick else million(),
     }  # fmt: skip
     name = "results_quick.json" if options.quick else "results.json"
     (HERE / name).write_text(json.dumps(results, indent=1, default=float) + "\n")
