@@ -31,8 +31,10 @@ def test_global_where_the_denominator_counts_the_step():
         lambda logp, adv, mask: surrogate(logp, adv, mask).sum() / mask.sum(),
         lambda logp, adv, mask: (surrogate(logp, adv, mask).sum(1) / mask.sum(1)).mean(),
         lambda logp, adv, mask: surrogate(logp, adv, mask).sum() / len(logp),
+        lambda logp, adv, mask: surrogate(logp, adv, mask).sum() / 512 / mask.shape[1],
+        lambda logp, adv, mask: surrogate(logp, adv, mask).mean(1).sum() / 64,
     ],
-    ids=["token-mean", "sequence-mean", "rows"],
+    ids=["token-mean", "sequence-mean", "rows", "width", "mean-over-padding"],
 )
 def test_microbatch_where_it_counts_the_microbatch(loss):
     assert probe_normaliser(loss, example(), wrt="logp") == "microbatch"
@@ -50,6 +52,17 @@ def test_microbatch_where_it_counts_the_microbatch(loss):
 )
 def test_coupled_where_a_row_sees_other_rows(loss):
     assert probe_normaliser(loss, example(), wrt="logp") == "coupled"
+
+
+def test_a_width_that_never_changes_is_global():
+    position = torch.arange(5.0)  # a wider example does not fit
+    loss = lambda logp, adv, mask: (surrogate(logp, adv, mask) * position).sum() / logp.shape[1]  # noqa: E731
+    assert probe_normaliser(loss, example(), wrt="logp", fixed_width=True) == "global"
+
+
+def test_rows_without_columns_have_no_width():
+    data = {"logp": torch.randn(6), "adv": torch.arange(1.0, 7.0)}
+    assert probe_normaliser(lambda logp, adv: (logp * adv).sum() / 512, data, wrt="logp") == "global"
 
 
 def test_never_global_where_all_rows_share_a_factor():
