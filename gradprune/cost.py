@@ -7,6 +7,7 @@ steps. `calibrate` turns FLOPs into seconds.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -20,6 +21,7 @@ import sympy
 from gradprune.decoder_shape import DecoderShape, projections, with_adapters
 from gradprune.errors import PruneError
 from gradprune.flops import Phases
+from gradprune.rollout import read_lengths
 
 Floats = npt.NDArray[np.float64]
 
@@ -72,8 +74,12 @@ class CostModel:
         return self.forward(lengths) + self.backward(lengths) + self.recompute(lengths)
 
     def phases(self, lengths: Sequence[int]) -> Phases:
-        """Exact FLOPs of these sequences together. For a padded microbatch give each row its padded length."""
-        return Phases(*(cost.total(lengths) for cost in (self.forward, self.backward, self.recompute)))
+        """Exact FLOPs of these sequences together. For a padded microbatch give each row its padded length.
+
+        Raises PruneError for a length that is no whole number of at least 1.
+        """
+        known = read_lengths(lengths).tolist() if len(lengths) else []
+        return Phases(*(cost.total(known) for cost in (self.forward, self.backward, self.recompute)))
 
     @classmethod
     def from_config(
@@ -91,6 +97,10 @@ class CostModel:
         2.5 forwards instead of 2. checkpointing: ``full`` runs all operators of each block again. lora_rank: low-rank
         updates of every projection but router and head, all else frozen; 0 trains everything.
         """
+        if checkpointing not in ("none", "full"):
+            raise PruneError(f"checkpointing is {checkpointing!r}: pass 'none' or 'full'")
+        if not isinstance(lora_rank, int) or lora_rank < 0:
+            raise PruneError(f"lora_rank is {lora_rank!r}: pass a whole number, 0 to train everything")
         shape = DecoderShape.read(config, vocab)
         maps = [part for item in projections(shape) for part in with_adapters(item, lora_rank)]
         blocks = sum(part.flops for part in maps if part.place != "head")
@@ -199,11 +209,20 @@ def _substitute(expression: sympy.Expr, sizes: Mapping[str, int], length: str) -
 
 @dataclass(frozen=True)
 class Timing:
-    """A timed microbatch: the lengths of its sequences, its seconds, and whether it ran its forward only."""
+    """A timed microbatch: the lengths of its sequences, its seconds, and whether it ran its forward only.
+
+    Raises PruneError for lengths that are none and seconds that nothing takes.
+    """
 
     lengths: tuple[int, ...]
     seconds: float
     dead: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lengths", tuple(read_lengths(self.lengths).tolist()))
+        if not (isinstance(self.seconds, (int, float, np.floating)) and 0 < self.seconds < math.inf):
+            raise PruneError(f"seconds is {self.seconds!r}: pass a measured time > 0")
+        object.__setattr__(self, "seconds", float(self.seconds))
 
     def flops(self, cost: CostModel) -> int:
         phases = cost.phases(self.lengths)

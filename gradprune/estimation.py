@@ -12,6 +12,7 @@ import numpy as np
 
 from gradprune.errors import PlanError
 from gradprune.planner import StepPlan
+from gradprune.rollout import read_whole
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def estimate_rollout(
     Advantages are read from the records, or are rewards minus their group's mean, exact zero in a uniform group.
     Raises PlanError for ragged groups and sequences beyond the budget.
     """
+    group_size = read_whole("group_size", group_size)
     lengths = np.asarray([record["length"] for record in records])
     advantages = _advantages(records, group_size)
     options: dict[str, Any] = {"token_budget": token_budget, "ranks": ranks, "recompute": recompute}
@@ -96,6 +98,9 @@ def estimate_rollout(
 def _advantages(records: Sequence[Mapping[str, Any]], group_size: int) -> np.ndarray:
     if all("advantage" in record for record in records):
         return np.asarray([record["advantage"] for record in records], dtype=np.float64)
+    without = next((number for number, record in enumerate(records) if "reward" not in record), None)
+    if without is not None:
+        raise PlanError(f"record {without} has an advantage and no reward, others have none: pass one of them in all")
     if len(records) % group_size:
         raise PlanError(f"the rollout has {len(records)} sequences, group_size is {group_size}: pass whole groups")
     rewards = np.asarray([record["reward"] for record in records], dtype=np.float64).reshape(-1, group_size)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gradprune.errors import PlanError
+from gradprune.rollout import read_whole
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,11 @@ class ActivationMemory:
     live: float
     dead: float
 
+    def __post_init__(self) -> None:
+        for name, value in (("live", self.live), ("dead", self.dead)):
+            if not 0 < value < math.inf:
+                raise PlanError(f"{name} is {value}: pass bytes a token holds, more than 0")
+
     @classmethod
     def of_transformer(cls, *, layers: int, hidden: int, vocabulary: int, recompute: bool = False) -> ActivationMemory:
         """Of a 16-bit transformer whose attention stores no scores.
@@ -22,9 +29,8 @@ class ActivationMemory:
         Large Transformer Models", equation 1 without its attention term), with full recompute 2; the logits are held
         twice in 32 bits. A dead microbatch holds one layer at a time, and the logits.
         """
-        for name, value in (("layers", layers), ("hidden", hidden), ("vocabulary", vocabulary)):
-            if value < 1:
-                raise PlanError(f"{name} is {value}: pass the model's, at least 1")
+        layers, hidden = read_whole("layers", layers), read_whole("hidden", hidden)
+        vocabulary = read_whole("vocabulary", vocabulary)
         layer, logits = 34.0 * hidden, 8.0 * vocabulary
         kept = layers * 2.0 * hidden + layer if recompute else layers * layer
         return cls(kept + logits, layer + logits)

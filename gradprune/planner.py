@@ -135,9 +135,9 @@ class StepPlan:
         Where there are fewer sequences than ranks, the others get a one-token dead filler. Raises PlanError.
         """
         notes = Repacking(normaliser, rows_coupled, tier).notes()
-        if memory is not None and token_budget is not None:
-            limits.setdefault("dead_token_budget", memory.dead_token_budget(token_budget))
         rules = Limits(ranks=ranks, token_budget=token_budget, **limits)
+        if memory is not None and rules.token_budget is not None and rules.dead_token_budget is None:
+            rules = replace(rules, dead_token_budget=memory.dead_token_budget(rules.token_budget))
         known = read_lengths(lengths)
         factors = {"advantages": advantages} if mask is None else {"advantages": advantages, "mask": mask}
         dead = zero_rows(factors, known)

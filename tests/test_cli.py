@@ -94,6 +94,21 @@ def test_estimate_of_a_half_dead_rollout(run, tmp_path):
     assert figures["saving"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize(
+    ("records", "group_size", "message"),
+    [
+        ('{"length": 3, "reward": 1}', 0, "group_size is 0"),
+        ('{"length": 3, "reward": 1}', -1, "group_size is -1"),
+        ('{"length": 3, "reward": 1}\n{"length": 3, "advantage": 0}', 1, "record 1 has an advantage and no reward"),
+    ],
+)
+def test_estimate_reports_bad_groups_in_one_line(run, tmp_path, records, group_size, message):
+    path = tmp_path / "rollout.jsonl"
+    path.write_text(records)
+    status, _, err = run("estimate", path, f"--group-size={group_size}")
+    assert status == 2 and message in err and "Traceback" not in err
+
+
 def test_estimate_names_the_bad_line(run, tmp_path):
     path = tmp_path / "rollout.jsonl"
     path.write_text('{"length": 3, "reward": 1}\n{"length": 3}\n')

@@ -267,6 +267,32 @@ def test_timings_that_say_nothing_are_refused():
         COST.calibrate(Timing((64,), 1.0), Timing((4096,), 0.5))
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Timing((64,), float("nan")), "seconds is nan"),
+        (lambda: Timing((64,), float("inf")), "seconds is inf"),
+        (lambda: Timing((64,), -1.0), "seconds is -1.0"),
+        (lambda: Timing((64,), "1"), "seconds is '1'"),
+        (lambda: Timing((), 1.0), "at least one"),
+        (lambda: Timing((8, 5.7), 1.0), r"lengths\[1\] is 5.7"),
+        (lambda: COST.phases([8, -3]), r"lengths\[1\] is -3"),
+        (lambda: COST.phases([1.5]), r"lengths\[0\] is 1.5"),
+        (lambda: CostModel.from_config(Qwen3Config(), checkpointing="ful"), "checkpointing is 'ful'"),
+        (lambda: CostModel.from_config(Qwen3Config(), lora_rank=-3), "lora_rank is -3"),
+        (lambda: CostModel.from_config(Qwen3Config(), lora_rank=1.5), "lora_rank is 1.5"),
+    ],
+)
+def test_refuses_what_cannot_be(call, message):
+    with pytest.raises(PruneError, match=message):
+        call()
+
+
+def test_timings_and_lengths_may_be_of_numpy():
+    assert Timing(np.array([4, 8]), np.float32(0.5)) == Timing((4, 8), 0.5)
+    assert COST.phases(np.array([4, 8])) == COST.phases((4, 8)) and COST.phases([]) == Phases()
+
+
 def test_json_round_trip(tmp_path):
     cost = CostModel.from_config(Qwen3Config(), checkpointing="full")
     assert CostModel.from_json(json.loads(json.dumps(cost.to_json()))) == cost
