@@ -43,7 +43,8 @@ class FlopReport:
     total: FLOPs of the unpruned step, counted per microbatch and not as the sum below, which it must equal.
     live_run, live_pruned, dead_run, dead_pruned: the same by kind of microbatch, by what happened, by phase.
     tokens_*: real tokens; padding_*: slots that the microbatch's tensors hold beyond these.
-    fillers: dead microbatches that hold no sample and exist to keep ranks in step; part of ``microbatches_dead``.
+    fillers: microbatches that hold no sample and exist to keep ranks in step; part of ``microbatches_dead``, or of
+        ``microbatches_live`` where another rank's microbatch at the same index is live.
     estimated: the part of `total` that was neither counted nor derived exactly.
     uncounted: microbatches of which no FLOP count was possible; they add nothing to `total`.
     """
@@ -155,9 +156,10 @@ class FlopReport:
             *_align(self._rows()),
             f"pruned {share:.1%} of all FLOPs",
             f"live  {self.microbatches_live} microbatches, {self.tokens_live} tokens, {self.padding_live} padding",
-            f"dead  {self.microbatches_dead} microbatches ({self.fillers} fillers), "
-            f"{self.tokens_dead} tokens, {self.padding_dead} padding",
+            f"dead  {self.microbatches_dead} microbatches, {self.tokens_dead} tokens, {self.padding_dead} padding",
         ]
+        if self.fillers:
+            lines.append(f"{self.fillers} of these microbatches are fillers, without a sample")
         if self.estimated:
             lines.append(f"{format_flops(self.estimated)} are estimates: no live microbatch of that kind was counted")
         if self.uncounted:

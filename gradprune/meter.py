@@ -46,8 +46,9 @@ class FlopMeter:
         self._predicted: dict[BatchShape, Phases] = {}
         self._settled = FlopReport()
 
-    def live(self, key: Hashable, tokens: int, padding: int = 0) -> None:
-        """One more microbatch that ran in full. tokens: real ones; padding: further slots of its tensors."""
+    def live(self, key: Hashable, tokens: int, padding: int = 0, *, filler: bool = False) -> None:
+        """One more microbatch that ran in full. tokens: real ones; padding: further slots of its tensors; filler: it
+        holds no sample."""
         tally = self._live.get(key)
         if tally is None:
             self._settle_if_many()
@@ -55,6 +56,7 @@ class FlopMeter:
         tally.microbatches += 1
         tally.tokens += tokens
         tally.padding += padding
+        tally.fillers += filler
 
     def dead(
         self,
@@ -164,6 +166,7 @@ def _book_live(tally: _Tally, cost: Cost | None) -> FlopReport:
         microbatches_live=count,
         tokens_live=tally.tokens,
         padding_live=tally.padding,
+        fillers=tally.fillers,
         estimated=total if cost and not cost.exact else 0,
         uncounted=0 if cost else count,
     )

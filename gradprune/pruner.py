@@ -280,13 +280,13 @@ class Pruner:
     def note(self, microbatch: Microbatch, outcome: Live | Dead, audited: bool = False) -> None:
         self._decisions.append(Decision(microbatch.index, outcome))
         tokens, padding = microbatch.tokens(self.policy.hypothesis.factors)
+        plan = microbatch.known.plan
+        filler = plan is not None and plan.filler
         if outcome:
-            self.meter.live(microbatch.shape, tokens, padding)
+            self.meter.live(microbatch.shape, tokens, padding, filler=filler)
             self.parallel.ran_live(microbatch.models.values())
             return
         self._pruned += 1
-        plan = microbatch.known.plan
-        filler = plan is not None and plan.filler
         self.meter.dead(microbatch.shape, tokens, padding, backward=audited, filler=filler)
 
     def _poison(self) -> None:

@@ -83,7 +83,11 @@ def test_json_round_trip():
 
 def test_prints_a_table_that_shows_estimates_and_gaps():
     text = str(report(fillers=1))
-    assert "dead backward" in text and "pruned 42.9% of all FLOPs" in text and "(1 fillers)" in text
+    assert (
+        "dead backward" in text
+        and "pruned 42.9% of all FLOPs" in text
+        and "1 of these microbatches are fillers" in text
+    )
     assert "estimates" not in text and "could not be counted" not in text
     text = str(report(estimated=12, uncounted=4))
     assert "12   are estimates" in text and "4 microbatches could not be counted" in text

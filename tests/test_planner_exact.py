@@ -80,7 +80,12 @@ def test_pruned_equals_unpruned_bit_for_bit_under_one_plan(rollout, compiled, li
     assert any(not item.dead for item in plan.microbatches)
 
 
-@pytest.mark.parametrize("limits", [{"padded": True}, {"microbatch_size": 4}, {"padded": True, "multiple_of": 4}])
+UNEVEN = {"microbatch_size": 4, "token_budget": 60, "ranks": 3, "lockstep": True}  # some fillers run live
+
+
+@pytest.mark.parametrize(
+    "limits", [{"padded": True}, {"microbatch_size": 4}, {"padded": True, "multiple_of": 4}, UNEVEN]
+)
 def test_the_report_tells_tokens_from_padding(rollout, compiled, limits):
     """Batches are 12 slots wide, whatever their sequences; a filler is one masked slot."""
     lengths, data, model = rollout
@@ -100,6 +105,7 @@ def test_the_report_tells_tokens_from_padding(rollout, compiled, limits):
     assert live + dead == lengths.sum() and dead == plan.dead_row_tokens
     assert sum(padding) == slots - lengths.sum() and min(padding) > 0
     assert fillers == sum(item.filler for item in plan.microbatches)
+    assert limits is not UNEVEN or any(item.filler and not item.dead for item in plan.microbatches)
     metrics = after.metrics("perf/")
     assert metrics["perf/padding/live"] == after.padding_live and metrics["perf/tokens/dead"] == after.tokens_dead
 
