@@ -118,8 +118,8 @@ class FlopReport:
     def metrics(self, prefix: str = "", *, seconds: float | None = None, peak: float | None = None) -> dict[str, float]:
         """A flat dict for any logger: the same keys on every rank and at every step.
 
-        FLOPs, counts and shares always have values; ``mfu``, ``hfu`` and ``mfu_claimed`` are NaN without `seconds`
-        and `peak` (FLOP/s).
+        ``flops/run`` is `hardware_flops`. FLOPs, counts and shares always have values; ``mfu``, ``hfu`` and
+        ``mfu_claimed`` are NaN without `seconds` and `peak` (FLOP/s).
         """
         values: dict[str, float] = {"flops/total": self.total, "flops/estimated": self.estimated}
         for kind in ("live", "dead"):
@@ -130,6 +130,7 @@ class FlopReport:
                 values[f"{count}/{kind}"] = getattr(self, f"{count}_{kind}")
         values |= {"microbatches/fillers": self.fillers, "microbatches/uncounted": self.uncounted}
         values |= {"flops/run": self.run.total, "flops/pruned": self.pruned.total}
+        values |= {"flops/model": self.model_flops, "flops/model_claimed": self.claimed_model_flops}
         values["flops/pruned_share"] = self.pruned.total / self.total if self.total else 0.0
         tokens = self.tokens_live + self.tokens_dead
         values["tokens/dead_share"] = self.tokens_dead / tokens if tokens else 0.0

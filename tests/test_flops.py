@@ -70,6 +70,7 @@ def test_metrics_keep_their_schema():
     metrics = timed.metrics(seconds=1.0, peak=1e3)
     assert (metrics["mfu"], metrics["mfu_claimed"], metrics["flops/pruned_share"]) == (0.09, 0.15, 75 / 175)
     assert metrics["flops/dead/pruned/backward"] == 60.0
+    assert (metrics["flops/run"], metrics["flops/model"], metrics["flops/model_claimed"]) == (100.0, 90.0, 150.0)
 
 
 def test_json_round_trip():
