@@ -23,17 +23,19 @@ Cost = Callable[[Ints], Floats]
 class Repacking:
     """What the loss says of moving sequences between microbatches. Raises PlanError where they must not move."""
 
-    normaliser: str
+    normaliser: str | None
     rows_coupled: bool
     tier: str
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("normaliser", ("global", "microbatch", "coupled")),
+            ("normaliser", (None, "global", "microbatch", "coupled")),
             ("tier", ("exact", "reordering")),
         ):
             if getattr(self, name) not in allowed:
-                raise PlanError(f"{name} is {getattr(self, name)!r}: pass one of {', '.join(map(repr, allowed))}")
+                raise PlanError(
+                    f"{name} is {getattr(self, name)!r}: pass one of {', '.join(repr(a) for a in allowed if a)}"
+                )
         if self.rows_coupled or self.normaliser == "coupled":
             raise PlanError(
                 "the loss couples rows, so another microbatch is another loss: keep the microbatches, with "
@@ -49,6 +51,8 @@ class Repacking:
     def notes(self) -> tuple[str, ...]:
         if self.normaliser == "global":
             return ()
+        if self.normaliser is None:
+            return ("nobody said what the loss divides by: taken for a number of the whole step (normaliser)",)
         return ("the loss divides by a number of its microbatch: this packing weighs sequences unlike another would",)
 
 

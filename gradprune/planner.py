@@ -113,7 +113,7 @@ class StepPlan:
         snap_uniform: bool = False,
         steps: int | Sequence[int] = 1,
         memory: ActivationMemory | None = None,
-        normaliser: Literal["global", "microbatch", "coupled"] = "global",
+        normaliser: Literal["global", "microbatch", "coupled"] | None = None,
         rows_coupled: bool = False,
         tier: Literal["exact", "reordering"] = "exact",
         **limits: Any,
@@ -129,8 +129,8 @@ class StepPlan:
         steps: optimizer steps that the rollout is used for, as many equal slices, or the step [R] of each sequence.
 
         normaliser: what the loss does, as `probe.probe_normaliser` says it; rows_coupled=True is the same as
-        ``"coupled"``. A loss that couples rows is never re-packed; one that divides by a number of its microbatch only
-        with ``tier="reordering"``, as another weighting.
+        ``"coupled"``; None is taken for ``"global"``, and `notes` say so. A loss that couples rows is never re-packed;
+        one that divides by a number of its microbatch only with ``tier="reordering"``, as another weighting.
 
         Where there are fewer sequences than ranks, the others get a one-token dead filler. Raises PlanError.
         """

@@ -368,6 +368,8 @@ def test_groups_may_be_named_by_any_objects():
 def test_repacks_a_microbatch_normaliser_only_in_the_reordering_tier():
     plan = build([8, 9], [1.0, 0.0], normaliser="microbatch", tier="reordering")
     assert any("divides by a number of its microbatch" in note for note in plan.notes)
+    assert any("nobody said" in note for note in build([8, 9], [1.0, 0.0]).notes)
+    assert build([8, 9], [1.0, 0.0], normaliser="global").notes == ()
 
 
 def test_each_step_has_its_own_account():
