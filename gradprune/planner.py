@@ -135,9 +135,7 @@ class StepPlan:
         Where there are fewer sequences than ranks, the others get a one-token dead filler. Raises PlanError.
         """
         notes = Repacking(normaliser, rows_coupled, tier).notes()
-        rules = Limits(ranks=ranks, token_budget=token_budget, **limits)
-        if memory is not None and rules.token_budget is not None and rules.dead_token_budget is None:
-            rules = replace(rules, dead_token_budget=memory.dead_token_budget(rules.token_budget))
+        rules = _with_memory(Limits(ranks=ranks, token_budget=token_budget, **limits), memory)
         known = read_lengths(lengths)
         factors = {"advantages": advantages} if mask is None else {"advantages": advantages, "mask": mask}
         dead = zero_rows(factors, known)
@@ -147,8 +145,7 @@ class StepPlan:
             dead[[row for group in uniform for row in group.rows]] = True
         kept = found[0] if keep_groups and found else None
         rows, shares = assemble(known, dead, cost, rules, kept, steps, " * ".join(factors))
-        balance = reduce(add, (share.balance for share in shares))
-        notes = (*notes, *_snap_note(uniform))
+        balance, notes = reduce(add, (share.balance for share in shares)), (*notes, *_snap_note(uniform))
         return cls(rows, tuple(factors), int(known[dead].sum()), uniform, notes, balance, shares)
 
     @property
@@ -256,6 +253,12 @@ _SHOWN = 64
 
 def _head(rows: Iterable[tuple[int, PlannedMicrobatch]]) -> list[tuple[int, PlannedMicrobatch]]:
     return [row for row, _ in zip(rows, range(_SHOWN))]
+
+
+def _with_memory(rules: Limits, memory: ActivationMemory | None) -> Limits:
+    if memory is None or rules.token_budget is None or rules.dead_token_budget is not None:
+        return rules
+    return replace(rules, dead_token_budget=memory.dead_token_budget(rules.token_budget))
 
 
 _Groups = tuple[np.ndarray, tuple[int | str, ...]]
