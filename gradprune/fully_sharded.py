@@ -5,9 +5,9 @@
     plan = step.agree(plan)                               # once a rollout, on every rank, before the first forward
 
 Forward and backward of a sharded model gather parameters, and its backward reduces gradients: ranks that skip a
-backward must all skip it. Private names relied upon, tried with torch 2.13: ``FSDPModule._get_fsdp_state()``, of a
-state ``_fsdp_param_groups``, of a group ``fsdp_params``, ``reduce_grads`` and ``_partial_reduce_output``, of a
-parameter ``sharded_param``, ``_unsharded_param`` and ``unsharded_accumulated_grad``.
+backward must all skip it. Private names relied upon, tried with torch 2.11 and 2.13: ``FSDPModule._get_fsdp_state()``,
+of a state ``_fsdp_param_groups`` (2.11: ``_fsdp_param_group``), of a group ``fsdp_params``, ``reduce_grads`` and
+``_partial_reduce_output``, of a parameter ``sharded_param``, ``_unsharded_param`` and ``unsharded_accumulated_grad``.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class FullySharded(PlainSchedule):
         if any(group.reduce_grads and _waits(group) for group in self._groups()):
             return "gradients of earlier microbatches wait to be reduced by this one's backward"
         return None
+
+    def decides_together(self) -> bool:
+        return True
 
     def agree(self, plan: StepPlan, proved: bool) -> tuple[StepPlan, bool]:
         plan, proved = self._agreement.settle(plan, self._place, proved)

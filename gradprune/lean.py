@@ -78,7 +78,8 @@ class _Caught:
     the forward raises, for as long as somebody holds the exception."""
 
     def __init__(self, forward: Callable[[], Any]) -> None:
-        self._forward, self._error, self._has_run = forward, None, False
+        self._forward, self._has_run = forward, False
+        self._error: BaseException | None = None
 
     def __call__(self) -> Any:
         if self._has_run:
@@ -87,7 +88,7 @@ class _Caught:
         try:
             return self._forward()
         except BaseException as error:  # noqa: BLE001  raised again by raise_error()
-            self._error: BaseException | None = error
+            self._error = error
             return None
 
     def raise_error(self) -> None:

@@ -54,7 +54,7 @@ class Pruner:
         self.guard = Guard(policy.on_violation, self._poison)
         self.meter = FlopMeter()
         self.parallel = DataParallel()
-        self.trust = Trust()
+        self.trust = Trust(schedule.decides_together)
         self._name = name
         self._decisions: deque[Decision] = deque(maxlen=_REMEMBERED)
         self._calls = self._pruned = 0
@@ -92,7 +92,11 @@ class Pruner:
         return PrunedRun(self, microbatch, way)
 
     def agree(self, plan: StepPlan) -> StepPlan:
-        plan, self._stages_may_prune = self.schedule.agree(plan, self.book.settled() and self.trust.settled())
+        self._settle_trials(wait=self.schedule.decides_together())
+        proved = self.book.settled() and self.trust.settled()
+        plan, self._stages_may_prune = self.schedule.agree(plan, proved)
+        if self._stages_may_prune:
+            self.trust.confirm()
         return plan
 
     def unproved_stage(self) -> Live | None:
@@ -255,8 +259,8 @@ class Pruner:
         buffers = [buffer for buffer in microbatch.buffers() if id(buffer) not in kept]
         return self.trust.try_out(microbatch.family, proof, reach, loss, buffers).heard
 
-    def _settle_trials(self) -> None:
-        if (objection := self.trust.settle()) is not None:
+    def _settle_trials(self, wait: bool = False) -> None:
+        if (objection := self.trust.settle(wait)) is not None:
             self.refused(
                 Refusal(self.policy.hypothesis, (), (Reason("live-term", objection),), self._name), always=True
             )

@@ -50,6 +50,10 @@ class Schedule(Protocol):
         batch. Costs no synchronisation.
         """
 
+    def decides_together(self) -> bool:
+        """Whether ranks wait for each other inside a backward. Then all of them prune a microbatch or none does, and
+        nothing may hang on what has arrived from a device so far: it counts from the next `agree` on."""
+
     def computes_loss(self, model: torch.nn.Module) -> bool:
         """Whether the output of `model` goes into the loss function here, and not to the next pipeline stage."""
 
@@ -103,6 +107,9 @@ class PlainSchedule:
 
     def objection(self, planned: PlannedMicrobatch | None) -> str | None:
         return None
+
+    def decides_together(self) -> bool:
+        return False
 
     def computes_loss(self, model: torch.nn.Module) -> bool:
         return True

@@ -4,13 +4,16 @@ A proof of the loss sees neither an autograd.Function inside the model that inje
 auxiliary loss, nor that recomputation under a checkpoint updates the statistics of a batch norm a second time. Where a
 model holds a Function that is not known, or recomputes and has buffers, its first dead microbatch runs in full: the
 *trial*.
+
+What a trial found arrives from the device some time later, on one rank before another. Where ranks decide together, a
+trial that was passed counts only once they have confirmed that it was on all of them.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +25,14 @@ from gradprune.proofs import Proof
 
 
 class Trust:
-    """The trials of one step and their outcomes. unsure: proofs that wait for one, and what their runs reached."""
+    """The trials of one step and their outcomes. unsure: proofs that wait for one, and what their runs reached.
 
-    def __init__(self) -> None:
+    together: whether other ranks must confirm what was passed.
+    """
+
+    def __init__(self, together: Callable[[], bool]) -> None:
+        self._together = together
+        self._passed: list[Trial] = []
         self._functions: set[type] = set()
         self._proofs: weakref.WeakSet[Proof] = weakref.WeakSet()
         self.unsure: weakref.WeakKeyDictionary[Proof, Reach] = weakref.WeakKeyDictionary()
@@ -59,17 +67,27 @@ class Trust:
             return self._objections[family]
         if any(trial.family == family for trial in self._running):
             return "what the trial of its proof found has not arrived from the device"
+        if any(trial.family == family for trial in self._passed):
+            return "the trial of its proof was passed, and other ranks have not confirmed that yet: step.agree(plan)"
         return None
 
     def settled(self) -> bool:
         """Whether no trial is outstanding or failed."""
-        return not self.unsure and not self._objections
+        passed = {id(trial.proof) for trial in self._passed}
+        return not self._objections and all(id(proof) in passed for proof in self.unsure)
 
-    def settle(self) -> str | None:
-        """Judge the trials whose backward is over, without waiting for a device: an objection that is new, or None."""
+    def confirm(self) -> None:
+        """What was passed here was passed, or not asked for, on every rank that decides with this one."""
+        for trial in self._passed:
+            self._accept(trial)
+        self._passed.clear()
+
+    def settle(self, wait: bool = False) -> str | None:
+        """Judge the trials whose backward is over: an objection that is new, or None. Waits for no device unless told
+        to."""
         found = None
         for trial in list(self._running):
-            numbers = trial.numbers()
+            numbers = trial.numbers(wait)
             if numbers is None:
                 continue
             self._running.remove(trial)
@@ -92,10 +110,16 @@ class Trust:
         if objection is not None:
             self._objections[trial.family] = objection
             return objection
+        if self._together():
+            self._passed.append(trial)
+        else:
+            self._accept(trial)
+        return None
+
+    def _accept(self, trial: Trial) -> None:
         self._functions |= trial.reach.functions
         self._proofs.add(trial.proof)
         self.unsure.pop(trial.proof, None)
-        return None
 
 
 def _name(kind: type) -> str:
@@ -137,10 +161,12 @@ class Trial:
         self._arriving = Arriving(torch.stack([gradient, flags]))
         self._sizes, self._before = [], []
 
-    def numbers(self) -> tuple[float, float] | None:
+    def numbers(self, wait: bool) -> tuple[float, float] | None:
         """Largest gradient, and whether a buffer was written; NaN where no backward came; None if not arrived."""
         self.arrivals.close()
         if self._arriving is None:
             return math.nan, 0.0
+        if wait:
+            self._arriving.wait()
         values = self._arriving.values()
         return None if values is None else (values[0], values[1])

@@ -100,12 +100,15 @@ class Attachment(PlainSchedule):
     def objection(self, planned: PlannedMicrobatch | None) -> str | None:
         if not self._grad_sync.knows_order:
             return "the first whole step runs live, to learn the order in which DDP reduces gradients"
-        if not _backward_crosses_ranks() or any(planned is item for plan in self._agreed for item in plan):
+        if not self.decides_together() or any(planned is item for plan in self._agreed for item in plan):
             return None
         return (
             "ranks share collectives in this backward and have not agreed on it: call plan = step.agree(plan) on every "
             "rank, and bind the plan that it returns"
         )
+
+    def decides_together(self) -> bool:
+        return _backward_crosses_ranks()
 
     def computes_loss(self, model: torch.nn.Module) -> bool:
         return self._stages.computes_loss(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -17,11 +18,13 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 import gradprune
 import gradprune.megatron
+from gradprune.guard import Arriving
 from gradprune.megatron import stages
 from gradprune.patching import replaced
 from gradprune.trust import Trust
 from tests.megatron.layouts import LENGTH, MICROBATCHES, ROWS, Layout, Trainee, build, make_batches, make_forward_step
 
+LATE = 3
 Dead = list[list[set[int]]]
 """By optimizer step, by data-parallel rank: the microbatches whose advantages are all zero."""
 
@@ -249,6 +252,25 @@ def _without_refusal(schedule: Any, stack: ExitStack) -> None:
     stack.enter_context(replaced(schedule, "refusal", lambda: None))
 
 
+def _without_confirmation(schedule: Any, stack: ExitStack) -> None:
+    stack.enter_context(replaced(schedule, "decides_together", lambda: False))
+    stack.enter_context(replaced(schedule, "objection", lambda planned: None))
+
+
+def _with_late_outcomes(schedule: Any, stack: ExitStack) -> None:
+    """What the device tells the last rank of a trial is late, by as many questions as this says."""
+    if dist.get_rank() < dist.get_world_size() - 1:
+        return
+    asked = itertools.count()
+    values: Any = Arriving.values
+
+    def late(arriving: Arriving) -> list[float] | None:
+        return None if next(asked) < LATE else values(arriving)
+
+    stack.enter_context(replaced(Arriving, "values", late))
+    stack.enter_context(replaced(Arriving, "wait", lambda arriving: [next(asked) for _ in range(LATE)]))
+
+
 def _without_trial(schedule: Any, stack: ExitStack) -> None:
     stack.enter_context(replaced(Trust, "asks", lambda *args, **kwargs: False))
 
@@ -261,5 +283,7 @@ REMEDIES: dict[str, Callable[[Any, ExitStack], None]] = {
     "agreement": _without_agreement,
     "refusal": _without_refusal,
     "trial": _without_trial,
+    "confirmation": _without_confirmation,
+    "prompt outcomes": _with_late_outcomes,
 }
-"""Ways to leave out what `gradprune.megatron` does about one trap each."""
+"""Ways to leave out what `gradprune.megatron` does about one trap each; the last makes a device slow."""

@@ -121,8 +121,9 @@ PATTERNS = {
 }
 
 
-def expected_dead(layout: Layout, dead: Dead, rank: int) -> int:
-    """How many forward steps rank `rank` is to run dead, with one chunk or all of its chunks."""
+def expected_dead(layout: Layout, dead: Dead, rank: int, tried: bool) -> int:
+    """How many forward steps rank `rank` is to run dead, with one chunk or all of its chunks. tried: its first dead
+    microbatch was a trial."""
     stage = rank // (layout.world // layout.pp)
     data_rank = (rank % (layout.world // layout.pp)) // (layout.tp * layout.cp)
     counts = []
@@ -131,15 +132,15 @@ def expected_dead(layout: Layout, dead: Dead, rank: int) -> int:
         mine = set.intersection(*now[: layout.data_ranks]) if layout.ep > 1 else now[data_rank]
         # With overlap, the first step is live: it shows the order of the reductions.
         counts.append(0 if step == 0 and layout.ddp.get("overlap_grad_reduce") else len(mine))
-    if layout.pp == 1:
-        # Reentrant checkpoints show only in a backward which parameters they reach: the first dead one is left live.
-        hidden = layout.config.get("recompute_granularity") is not None
-        return max(sum(counts) - hidden, 0)
-    # The last stage watches its first dead microbatch live, since the stage before waits for a gradient; the others
-    # hear of the proof at the next agreement.
     first = next((step for step, count in enumerate(counts) if count), len(counts))
-    on_loss_stage, elsewhere = max(sum(counts) - 1, 0), sum(counts[first + 1 :])
+    elsewhere = sum(counts[first + 1 :])
+    if tried and layout.tp * layout.cp * layout.ep > 1:
+        on_loss_stage = elsewhere  # ranks confirm to each other at the next agreement that the trial was passed
+    else:
+        # The last of several stages watches its first dead microbatch live: the stage before waits for a gradient.
+        on_loss_stage = max(sum(counts) - (tried or layout.pp > 1), 0)
     last = stage == layout.pp - 1
+    # Other stages hear of the proof at the next agreement.
     return (on_loss_stage if last else elsewhere) + elsewhere * ((layout.vpp or 1) - 1)
 
 
@@ -149,10 +150,7 @@ def check(layout: Layout, dead: Dead, outcomes: list[Outcome]) -> None:
     for rank, outcome in enumerate(outcomes):
         where = f"{layout.name}, rank {rank}"
         assert not outcome.differences, f"{where}: {len(outcome.differences)} differ, first {outcome.differences[:5]}"
-        # Functions that torch.compile made are tried, once; where the first dead one is live anyway, that is the trial.
-        first_is_live = layout.pp > 1 or layout.config.get("recompute_granularity") is not None
-        tried = TRIAL in outcome.reasons and not first_is_live
-        expected = expected_dead(layout, dead, rank) - tried
+        expected = expected_dead(layout, dead, rank, tried=TRIAL in outcome.reasons)
         assert outcome.dead == expected, f"{where}: {outcome.dead} dead; {outcome.reasons}"
         assert outcome.backwards == passes, f"{where}: {outcome.backwards} backwards unpruned"
         assert outcome.backwards_pruned == passes - outcome.dead, f"{where}: {outcome.backwards_pruned} backwards"

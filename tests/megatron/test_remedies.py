@@ -19,6 +19,7 @@ HANGS = {"Timeout", "RuntimeError", "DistBackendError"}
 LIMIT = 30.0
 
 DP_OVERLAP = Layout("DP2, overlap", 2, ddp=OVERLAP)
+CP = Layout("CP2", 2, cp=2)
 PIPELINE = Layout("PP2, VPP2", 2, pp=2, vpp=2)
 EP = Layout("EP2", 2, ep=2, config=EXPERTS)
 STAGE_WITH_BIAS = Layout("PP2, expert bias", 2, pp=2, config=EXPERT_BIAS)
@@ -73,6 +74,23 @@ def test_keeps_router_auxiliary_loss(worlds):
     (outcome,) = worlds(1).run(compare_arms, layout, parse_dead("0,1;2"), limit=LIMIT)
     assert not outcome.differences and outcome.dead == 0
     assert any("moe_aux_loss_coeff=0.01" in reason for reason in outcome.reasons)
+
+
+@pytest.mark.timeout(120)
+def test_waits_for_ranks_whose_device_is_slow(worlds):
+    # The attention's gather is a Function that is not known, so that there is a trial.
+    dead = parse_dead("0,1,2;0,1,2;0,1,2")
+    outcomes = worlds(2).run(compare_arms, CP, dead, ("prompt outcomes",), limit=LIMIT)
+    check(CP, dead, outcomes)
+    assert [outcome.dead for outcome in outcomes] == [6, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_needs_confirmation_of_trials(worlds):
+    with pytest.raises(RankError) as caught:
+        worlds(2).run(compare_arms, CP, parse_dead("0,1,2;0"), ("prompt outcomes", "confirmation"), limit=LIMIT)
+    assert set(caught.value.kinds.values()) <= HANGS
 
 
 @pytest.mark.slow
