@@ -46,10 +46,10 @@ def failure(condition: Condition, value: torch.Tensor) -> torch.Tensor:
     """0 if the condition holds of every element of `value`, else not 0; a 0-dim tensor on its device."""
     if condition.kind == "finite":
         return magnitude(value) * 0
-    if condition.kind == "bounded":
-        return (value.abs() <= BOUND).logical_not().any().float()
+    if condition.kind == "bounded":  # one pass, and no tensor of the size of the logits
+        return (magnitude(value) <= BOUND).logical_not().float()
     if condition.kind == "notnan":
-        return value.isnan().any().float()
+        return magnitude(value).isnan().float()
     if condition.kind == "nonzero":
         return (value == 0).any().float()
     return torch.full((), float(value.numel() == 0), device=value.device)
