@@ -45,11 +45,18 @@ def checks_of(conditions: Sequence[Condition], tape: Tape) -> Checks:
 def failure(condition: Condition, value: torch.Tensor) -> torch.Tensor:
     """0 if the condition holds of every element of `value`, else not 0; a 0-dim tensor on its device."""
     if condition.kind == "finite":
-        return magnitude(value) * 0
-    if condition.kind == "bounded":  # one pass, and no tensor of the size of the logits
-        return (magnitude(value) <= BOUND).logical_not().float()
+        return _largest(value) * 0
+    if condition.kind == "bounded":
+        return (_largest(value) <= BOUND).logical_not().float()
     if condition.kind == "notnan":
-        return magnitude(value).isnan().float()
+        return _largest(value).isnan().float()
     if condition.kind == "nonzero":
         return (value == 0).any().float()
     return torch.full((), float(value.numel() == 0), device=value.device)
+
+
+def _largest(value: torch.Tensor) -> torch.Tensor:
+    """`magnitude` of any kind of number: one pass over logits, no tensor of their size."""
+    if value.is_floating_point():
+        return magnitude(value)
+    return magnitude(value.abs() if value.is_complex() else value.double())
