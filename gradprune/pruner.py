@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter
 
 from gradprune.attempts import LiveRun, PrunedRun, Run, WatchedRun
 from gradprune.boundary import modules_of
@@ -131,13 +131,11 @@ class Pruner:
             return Live(microbatch.known.reason)
         if not torch.is_grad_enabled():
             return Live("gradients are switched off")
-        if any(map(is_lazy, (parameter for model in microbatch.models.values() for parameter in model.parameters()))):
+        modules = [module for model in microbatch.models.values() for module in modules_of(model)]
+        owned = (parameter for module in modules for parameter in module._parameters.values())
+        if any(isinstance(parameter, UninitializedParameter) for parameter in owned):
             return Live("the model has parameters that its first forward makes")
-        if any(
-            isinstance(module, torch.jit.ScriptModule)
-            for model in microbatch.models.values()
-            for module in modules_of(model)
-        ):
+        if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
             return Live("the model has a ScriptModule, whose calls cannot be watched")
         objection = self.schedule.objection(microbatch.known.plan)
         if objection is None:

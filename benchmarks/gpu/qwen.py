@@ -173,15 +173,16 @@ def run_megatron(step: Any, batches: Any, count: int, model: Any, *, forward_onl
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     model.zero_grad_buffer()
-    return get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iter(batches),
-        model=model,
-        num_microbatches=count,
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with torch.set_grad_enabled(not forward_only):
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=count,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
 
 
 # transformers -------------------------------------------------------------------------------------------------------
