@@ -12,9 +12,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gradprune.binding import PlannedMicrobatch
 from gradprune.errors import PlanError
 from gradprune.planner import StepPlan
+from gradprune.planning.binding import PlannedMicrobatch
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,15 @@ from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradprune.calls import at_line
-from gradprune.dead import Delivery, gradient_of
 from gradprune.errors import NoEffectWarning, PruneError
 from gradprune.explanation import Decision, Explanation
 from gradprune.facts import Dead, Hypothesis, Live, Reason, Refusal, Verdict
 from gradprune.frames import source_line
-from gradprune.graphs import Arrivals
-from gradprune.guard import Guard, OnViolation, magnitude, watch_optimizers
-from gradprune.known import examine
 from gradprune.proof import Program, prove_program
+from gradprune.runtime.dead import Delivery, gradient_of
+from gradprune.runtime.graphs import Arrivals
+from gradprune.runtime.guard import Guard, OnViolation, magnitude, watch_optimizers
+from gradprune.runtime.known import examine
 from gradprune.trace.admission import Admission
 
 _OPTIONS = frozenset(["zero", "backend", "on_violation"])

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import sympy
 
-from gradprune.decoder_shape import DecoderShape, projections, with_adapters
+from gradprune.counting.decoder_shape import DecoderShape, projections, with_adapters
 from gradprune.errors import PruneError
 from gradprune.flops import Phases
-from gradprune.rollout import read_lengths
+from gradprune.planning.rollout import read_lengths
 
 Floats = npt.NDArray[np.float64]
 
@@ -154,7 +154,7 @@ class CostModel:
         Whatever the step does is in it: frozen weights, checkpointing, adapters, heads. Gradients and the CPU's random
         state are restored; buffers that a forward updates are not. A model on the meta device costs no memory.
         """
-        from gradprune.counted_steps import count_step  # torch is needed here only
+        from gradprune.counting.counted_steps import count_step  # torch is needed here only
 
         return cls.from_counts({length: count_step(step, model, make_batch(length)) for length in lengths})
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradprune.errors import PlanError
 from gradprune.planner import StepPlan
-from gradprune.rollout import read_whole
+from gradprune.planning.rollout import read_whole
 
 
 @dataclass(frozen=True)

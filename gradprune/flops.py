@@ -1,6 +1,6 @@
 """FLOP accounts: what a training step ran, what it did not have to run, and which utilisation it may claim.
 
-A report is plain data: reading, adding and storing it needs no torch. `gradprune.meter` makes them.
+A report is plain data: reading, adding and storing it needs no torch. `gradprune.counting.meter` makes them.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from gradprune.agreement import Agreement, Place
-from gradprune.binding import PlannedMicrobatch
-from gradprune.data_parallel import is_sharded
 from gradprune.errors import PruneError
 from gradprune.planner import StepPlan
+from gradprune.planning.binding import PlannedMicrobatch
+from gradprune.runtime.data_parallel import is_sharded
 from gradprune.schedule import PlainSchedule
 
 _PLANS_REMEMBERED = 8

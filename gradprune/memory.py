@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from gradprune.errors import PlanError
-from gradprune.rollout import read_whole
+from gradprune.planning.rollout import read_whole
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradprune.assembly import Cost, Repacking, StepShare, assemble
-from gradprune.binding import Batch, BoundPlan, PlannedMicrobatch, any_current, planned
 from gradprune.errors import PlanError
-from gradprune.layout import Balance
-from gradprune.limits import Limits
 from gradprune.memory import ActivationMemory
-from gradprune.rollout import (
+from gradprune.planning.assembly import Cost, Repacking, StepShare, assemble
+from gradprune.planning.binding import Batch, BoundPlan, PlannedMicrobatch, any_current, planned
+from gradprune.planning.layout import Balance
+from gradprune.planning.limits import Limits
+from gradprune.planning.rollout import (
     UniformGroup,
     read_array,
     read_groups,

@@ -16,7 +16,7 @@ from gradprune.errors import PruneError, TraceError
 from gradprune.facts import Certificate, Hypothesis, Reason, Refusal, SourceLine, Verdict
 from gradprune.joint import JointGraph
 from gradprune.passes.zero_flow import analyse
-from gradprune.tape import Tape
+from gradprune.runtime.tape import Tape
 from gradprune.trace import trace_joint
 from gradprune.trace.admission import Admission
 from gradprune.trees import leaves

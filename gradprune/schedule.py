@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
-from gradprune.binding import PlannedMicrobatch
 from gradprune.facts import Reason
 from gradprune.planner import StepPlan
+from gradprune.planning.binding import PlannedMicrobatch
 
 
 def _nothing() -> None:

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
-from gradprune.attempts import Run
-from gradprune.compiled import CompiledRun, uses_compiled
 from gradprune.errors import PruneError
 from gradprune.explanation import Explanation
 from gradprune.facts import Hypothesis
 from gradprune.flops import FlopReport
-from gradprune.guard import OnViolation
-from gradprune.known import examine
-from gradprune.microbatch import Microbatch, Policy
 from gradprune.planner import StepPlan
-from gradprune.pruner import Pruner
-from gradprune.runs import batch_constants, batch_leaves
+from gradprune.runtime.attempts import Run, start
+from gradprune.runtime.compiled import CompiledRun, uses_compiled
+from gradprune.runtime.guard import OnViolation
+from gradprune.runtime.known import examine
+from gradprune.runtime.microbatch import Microbatch, Policy
+from gradprune.runtime.pruner import Pruner
+from gradprune.runtime.runs import batch_constants, batch_leaves
+from gradprune.runtime.stage_run import run_stage
 from gradprune.schedule import Schedule, no_schedule
-from gradprune.stage_run import run_stage
 
 Call = Callable[[], Any]
 
@@ -106,7 +106,7 @@ class PrunedStep:
         call = functools.partial(self._step, *args, **kwargs)
         if self._compiled:
             return CompiledRun(self._pruner, self._microbatch(args[0], batch)).run(call)
-        return _finish(self._pruner.start(self._microbatch(args[0], batch)), call)
+        return _finish(start(self._pruner, self._microbatch(args[0], batch)), call)
 
     def _forward_step(self, iterator: Any, model: torch.nn.Module, *rest: Any, **kwargs: Any) -> Any:
         """One call of a Megatron ``forward_step``: its microbatch ends with the loss function that it returns."""
@@ -116,7 +116,7 @@ class PrunedStep:
         if iterator is None:
             return self._step(iterator, model, *rest, **kwargs)
         batch = next(iterator)
-        run = self._pruner.start(self._microbatch(model, batch))
+        run = start(self._pruner, self._microbatch(model, batch))
 
         with run.segment():
             output, loss_func = self._step(_Replay(batch, iterator), model, *rest, **kwargs)

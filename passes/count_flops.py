@@ -1,7 +1,7 @@
 """Analysis: FLOPs of a joint graph as sympy expressions of its symbolic sizes, by phase. Edits nothing, adds no guard.
 
 The graph holds what the loss and the gradients read: an operator that serves a metric only is not in it, and a
-checkpoint is traced without its recomputation. What a step really ran is `gradprune.meter`'s to say.
+checkpoint is traced without its recomputation. What a step really ran is `gradprune.counting.meter`'s to say.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_map
 
-from gradprune.errors import PruneError
-from gradprune.flop_rules import (
+from gradprune.counting.rules import (
     EXTRA_FORMULAS,
     FIRST_FACTOR,
     PACKED_ATTENTION,
@@ -24,6 +23,7 @@ from gradprune.flop_rules import (
     packed_attention_flops,
     product_flops,
 )
+from gradprune.errors import PruneError
 from gradprune.flops import Phases
 from gradprune.joint import JointGraph
 

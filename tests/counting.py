@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from gradprune.flop_rules import EXTRA_FORMULAS
+from gradprune.counting.rules import EXTRA_FORMULAS
 
 
 def torch_counts(forward) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from gradprune.cost import CostModel, LengthCost, TimedCost, Timing
-from gradprune.decoder_shape import DecoderShape
+from gradprune.counting.decoder_shape import DecoderShape
 from gradprune.errors import PruneError
 from gradprune.flops import Phases
 from gradprune.passes.count_flops import count_flops

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradprune.flop_fit import REDUNDANT, BatchShape, ShapeFit
+from gradprune.counting.fit import REDUNDANT, BatchShape, ShapeFit
 from gradprune.flops import Phases
 
 

@@ -7,10 +7,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, is_in_torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from gradprune.flop_rules import attention_backward_flops, attention_flops
-from gradprune.flop_tape import Tape, record_backward, record_forward
+from gradprune.counting.meter import FlopMeter
+from gradprune.counting.rules import attention_backward_flops, attention_flops
+from gradprune.counting.tape import Tape, record_backward, record_forward
 from gradprune.flops import Phases
-from gradprune.meter import FlopMeter
 from tests.counting import assert_same, count_live, gradients, torch_counts
 from tests.decoders import KINDS, make_decoder, make_tokens, policy_loss
 

@@ -7,10 +7,10 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from gradprune import meter as meter_module
-from gradprune.flop_fit import BatchShape
-from gradprune.flop_tape import Tape, record_backward, record_forward
+from gradprune.counting.fit import BatchShape
+from gradprune.counting.meter import FlopMeter
+from gradprune.counting.tape import Tape, record_backward, record_forward
 from gradprune.flops import Phases
-from gradprune.meter import FlopMeter
 from tests.counting import assert_same, count_dead, count_live, gradients, torch_counts
 from tests.decoders import KINDS, DecoderConfig, make_decoder, make_tokens, policy_loss
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradprune.balance import lower_bound, tighten_bound
 from gradprune.planner import StepPlan
+from gradprune.planning.balance import lower_bound, tighten_bound
 
 BUDGET = 16384
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gradprune
-from gradprune import proof_cache
 from gradprune.errors import NoEffectWarning, PruneError
+from gradprune.runtime import proof_cache
 from gradprune.size_expressions import evaluate_text, symbols_in
 from tests.step.arms import TinyModel, make_batch
 from tests.step.losses import Loss, dapo, grpo

@@ -10,9 +10,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
+from ours import BUDGET, as_arrays, build
 from peers import PEERS
 from rollouts import qwen3_4b_forward, sample_rollout
-from run import BUDGET, as_arrays, build
 from yardstick import DEAD, LIVE
 
 COLOURS = {True: "#4878a8", False: "#c9c9c9"}

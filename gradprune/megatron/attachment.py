@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from gradprune.agreement import Agreement, Place
-from gradprune.binding import PlannedMicrobatch
 from gradprune.errors import PruneError
 from gradprune.facts import Reason
 from gradprune.megatron.grad_sync import GradSync
@@ -22,6 +21,7 @@ from gradprune.megatron.recomputation import forgetting
 from gradprune.megatron.settings import module_reasons_against, reasons_against
 from gradprune.megatron.stages import Stages
 from gradprune.planner import StepPlan
+from gradprune.planning.binding import PlannedMicrobatch
 from gradprune.schedule import Forward, PlainSchedule
 
 _PLANS_REMEMBERED = 8

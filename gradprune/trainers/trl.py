@@ -13,8 +13,8 @@ from trl import GRPOTrainer
 
 from gradprune.errors import PruneError
 from gradprune.facts import Live
-from gradprune.guard import OnViolation
 from gradprune.planner import StepPlan
+from gradprune.runtime.guard import OnViolation
 from gradprune.step import PrunedStep, compile
 
 #: A flag for each row, on the CPU, that travels with TRL's batches through its shuffling and splitting.

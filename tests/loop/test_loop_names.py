@@ -8,7 +8,7 @@ import textwrap
 import pytest
 
 import gradprune
-from gradprune.loop_names import bound_names, changed_names, needed_names, read_names
+from gradprune.loop.names import bound_names, changed_names, needed_names, read_names
 from tests.loop import shapes
 
 

@@ -18,10 +18,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 import gradprune
 import gradprune.megatron
-from gradprune.guard import Arriving
 from gradprune.megatron import stages
 from gradprune.patching import replaced
-from gradprune.trust import Trust
+from gradprune.runtime.guard import Arriving
+from gradprune.runtime.trust import Trust
 from tests.megatron.layouts import LENGTH, MICROBATCHES, ROWS, Layout, Trainee, build, make_batches, make_forward_step
 
 LATE = 3

@@ -15,7 +15,7 @@ from pathlib import Path
 import megatron.core
 import torch
 
-from gradprune.attempts import TRIAL
+from gradprune.runtime.attempts import TRIAL
 from tests.megatron.arms import Dead, Outcome, compare_arms, parse_dead
 from tests.megatron.layouts import MICROBATCHES, Layout
 from tests.megatron.world import RankError, World

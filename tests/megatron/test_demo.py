@@ -22,7 +22,7 @@ with cpu.emulate_cuda():
     sys.exit(train.run())
 """
 NUDGE = """
-    from gradprune.attempts import PrunedRun
+    from gradprune.runtime.attempts import PrunedRun
     finish = PrunedRun.finish
     def nudged(self, output):
         from megatron.core import parallel_state

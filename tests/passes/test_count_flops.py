@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from gradprune.cost import CostModel, LengthCost
+from gradprune.counting.rules import EXTRA_FORMULAS
 from gradprune.errors import PruneError
-from gradprune.flop_rules import EXTRA_FORMULAS
 from gradprune.flops import Phases
 from gradprune.passes.count_flops import GraphFlops, count_flops
 from gradprune.trace import trace_joint

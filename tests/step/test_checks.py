@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from gradprune.checks import failure
 from gradprune.facts import BOUND, Condition
+from gradprune.runtime.checks import failure
 
 REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 VALUES = [[1.0, -2.0], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, 0.0], [-(2.0**61)], [2.0**60, 0.0], [3e4], []]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import gradprune
-from gradprune.collectives import reported
+from gradprune.runtime.collectives import reported
 from tests.step.arms import TinyModel, make_batch
 from tests.wrapping.test_features import Batch, policy_loss, token_logps
 

@@ -1,0 +1,152 @@
+"""A forward that keeps its graph but no activations: what a backward would read is computed again if one comes.
+
+A dead microbatch whose loss turns out to be another than the one that was proved must go on as a live one, without
+running the user's code again. So its model runs as in `torch.utils.checkpoint`: the same kernels, the same graph, and
+nothing saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from gradprune.runtime.boundary import Call, float_leaves, replace
+from gradprune.runtime.model_state import Arguments, ModelState
+from gradprune.runtime.modes import hooks_are_allowed, inside_checkpoint
+from gradprune.runtime.random_state import RandomState
+from gradprune.trees import leaves, map_tensors
+
+Reopen = Callable[[], AbstractContextManager[Any]]
+
+
+class Lean:
+    """Runs forwards of one microbatch.
+
+    buffers: what the model's forward writes to. model_buffers: all that a recomputation must leave as they are.
+    devices: where random numbers are drawn. stateful: the forward changes something of the model's own, or of what it
+    is given, so that it cannot be computed again: what it saves is kept until its loss is there. linked: see `_hidden`.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[torch.Tensor],
+        model_buffers: Callable[[], Iterable[torch.Tensor]],
+        devices: Iterable[torch.device],
+        stateful: bool,
+        linked: Collection[str],
+    ) -> None:
+        self._buffers, self._model_buffers, self._devices = buffers, model_buffers, tuple(devices)
+        self._stateful, self._linked = stateful, linked
+        self.hides = False
+
+    def run(self, name: str, call: Call, again: Reopen) -> Any:
+        """What `call` gives. again: opens around a recomputation of it.
+
+        A compiled module saves what it saves in one go, so that only a run under no_grad keeps nothing; its part of the
+        graph is then one node, and `hides` is set.
+        """
+        if self._stateful or inside_checkpoint() or not torch.is_grad_enabled() or not hooks_are_allowed():
+            return call()  # the user's own checkpoint keeps nothing either
+        tensors = dict.fromkeys(tensor for _, tensor in leaves((call.args, call.kwargs)))
+        given, recomputing = Arguments(tensors), _Recomputing(self, call.module, again)
+        if call.compiled:
+            self.hides = True
+            return _hidden(name, call, given, recomputing, self._linked)
+
+        def forward() -> Any:
+            args, kwargs = map_tensors((call.args, call.kwargs), given.as_given)
+            return call.forward(*args, **kwargs)
+
+        first = _Caught(forward)
+        output = checkpoint(
+            first,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",  # of shapes; that each tensor is there is checked in any case
+            context_fn=lambda: (nullcontext(), recomputing),
+        )
+        first.raise_error()
+        return output
+
+
+class _Caught:
+    """A forward whose first run ends normally in any case: torch 2.11's `checkpoint` leaves its hooks on the stack when
+    the forward raises, for as long as somebody holds the exception."""
+
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        self._forward, self._has_run = forward, False
+        self._error: BaseException | None = None
+
+    def __call__(self) -> Any:
+        if self._has_run:
+            return self._forward()
+        self._has_run = True
+        try:
+            return self._forward()
+        except BaseException as error:  # noqa: BLE001  raised again by raise_error()
+            self._error = error
+            return None
+
+    def raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+class _Recomputing:
+    """A context for recomputations of a forward of `model` that begins now; opened once for each."""
+
+    def __init__(self, lean: Lean, model: torch.nn.Module, again: Reopen) -> None:
+        self._lean, self._again = lean, again
+        self._random, self._state = RandomState(lean._devices), ModelState(model)
+        self._before = [buffer.clone() for buffer in lean._buffers]
+        self._undo: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        buffers = [(buffer, buffer.clone()) for buffer in self._lean._model_buffers()]
+        with ExitStack() as undo:
+            undo.callback(_put, buffers)
+            undo.enter_context(self._random.lent())
+            undo.enter_context(self._state.lent())
+            undo.enter_context(self._again())
+            _put(zip(self._lean._buffers, self._before))
+            self._undo.append(undo.pop_all())
+
+    def __exit__(self, *exception: Any) -> None:
+        self._undo.pop().__exit__(*exception)
+
+
+def _put(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for buffer, value in values:
+        if not torch.equal(buffer, value):
+            buffer.data.copy_(value)  # unseen by the version counter: graphs of other microbatches saved the buffer
+
+
+def _hidden(name: str, call: Call, given: Arguments, recomputing: _Recomputing, linked: Collection[str]) -> Any:
+    """The forward as one node of the graph, which runs it again with a graph of its own in its backward. linked: names
+    of the outputs that come from that node."""
+    shown: list[Any] = []
+
+    def run(dummy: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        taken = iter(tensors)
+        with recomputing if torch.is_grad_enabled() else nullcontext():
+            args, kwargs = map_tensors((call.args, call.kwargs), lambda _: given.as_given(next(taken)))
+            output = call.forward(*args, **kwargs)
+        shown[:] = [output]
+        return tuple(_linked(name, output, linked))
+
+    tensors = [tensor for _, tensor in leaves((call.args, call.kwargs))]
+    dummy = torch.zeros((), requires_grad=True)
+    found = checkpoint(run, dummy, *tensors, use_reentrant=True, preserve_rng_state=False)
+    (output,) = shown
+    shown.clear()
+    new = {id(tensor): from_node for tensor, from_node in zip(_linked(name, output, linked), found)}
+    return replace(output, new)
+
+
+def _linked(name: str, output: Any, linked: Collection[str]) -> list[torch.Tensor]:
+    return [tensor for leaf, tensor in float_leaves(name, output) if leaf in linked]
