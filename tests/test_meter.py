@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from gradprune import meter as meter_module
+from gradprune.counting import meter as meter_module
 from gradprune.counting.fit import BatchShape
 from gradprune.counting.meter import FlopMeter
 from gradprune.counting.tape import Tape, record_backward, record_forward

@@ -19,6 +19,7 @@ from gradprune.facts import Condition, Dead, Live, Refusal, Verdict
 from gradprune.runtime.graphs import Arrivals, Reach
 from gradprune.runtime.guard import magnitude
 from gradprune.runtime.microbatch import Microbatch
+from gradprune.runtime.modes import without_collections
 from gradprune.runtime.proofs import Proof
 from gradprune.runtime.pruner import Pruner
 from gradprune.runtime.runs import DeadRun, ObservedRun
@@ -153,9 +154,10 @@ class PrunedRun:
 
     @contextmanager
     def segment(self) -> Iterator[None]:
-        with self._counting.segment(), self._dead.segment():
+        with without_collections(), self._counting.segment(), self._dead.segment():
             yield
 
+    @without_collections()
     def finish(self, output: Any) -> Any:
         """The output for the caller; what runs live after all computes its activations when its backward comes."""
         pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)

@@ -42,8 +42,14 @@ class ModelState:
         self._training = [module.training for module in self._modules]
         # Sharded modules exchange parameters in hooks of their own, around a recomputation too.
         kept = [] if any(map(is_sharded, self._modules)) else self._modules
-        self._held = [(dict(vars(m)), dict(m._parameters), dict(m._buffers)) for m in kept]
-        self._trained = [(p, p.requires_grad) for _, owned, _ in self._held for p in owned.values() if p is not None]
+        # Flat, and not a copy of each dict: thousands of objects would be a burden to Python's collector.
+        places = ((module._parameters, module._buffers, vars(module)) for module in kept)
+        self._places: list[dict[str, Any]] = list(itertools.chain.from_iterable(places))  # type: ignore[arg-type]
+        self._keys = [key for place in self._places for key in place]
+        self._values = [value for place in self._places for value in place.values()]
+        self._sizes = [len(place) for place in self._places]
+        self._owned = [p for module in kept for p in module._parameters.values() if p is not None]
+        self._trained = [parameter.requires_grad for parameter in self._owned]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -57,16 +63,13 @@ class ModelState:
                 state._put()
 
     def _put(self) -> None:
-        for module, (attributes, parameters, buffers) in zip(self._modules, self._held):
-            places: tuple[tuple[Any, Any], ...] = ((module._parameters, parameters), (module._buffers, buffers))
-            for place, values in places:
-                place.clear()
-                place.update(values)
-            vars(module).clear()
-            vars(module).update(attributes)
+        items = zip(self._keys, self._values)
+        for place, size in zip(self._places, self._sizes):
+            place.clear()
+            place.update(itertools.islice(items, size))
         for module, training in zip(self._modules, self._training):
             module.training = training
-        for parameter, trained in self._trained:
+        for parameter, trained in zip(self._owned, self._trained):
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
 
