@@ -10,6 +10,7 @@ calls, and in which calls are made.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -218,3 +219,10 @@ class CallRecorder(PausableMode):
         if isinstance(value, torch.Tensor):
             return ("tensor", self.numbers.of(value)[0])
         return ("value", value)
+
+
+def mutates(name: str, kwargs: Any) -> bool:
+    """Whether a torch function of this name writes to what it is given."""
+    if "out" in kwargs or name in ("__setitem__", "__set__") or re.fullmatch(r"__i[a-z]+__", name):
+        return name not in ("__index__", "__int__", "__invert__")
+    return name.endswith("_") and not name.endswith("__")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -34,13 +33,14 @@ from gradprune.calls import (
     flatten,
     function_name,
     is_computation,
+    mutates,
     read_key,
     tensors_in,
 )
 from gradprune.errors import TraceError
 from gradprune.facts import SourceLine
 from gradprune.joint import Call, CallStream, Layout, TracedInput
-from gradprune.trace.graphs import Equality
+from gradprune.trace.graphs import Equality, autograd_nodes
 from gradprune.trace.shapes import BranchingShapeEnv, Sizes, data_sizes, layout_of
 from gradprune.trace.standins import SYMBOLIC, TORCH_FUNCTIONS, source_of
 from gradprune.trace.tracer import LineTracer
@@ -342,7 +342,7 @@ class TraceMode(CallRecorder):
     ) -> list[torch.Tensor | None]:
         """The gradients of `loss`; each backward node gets the line of the call that it belongs to."""
         self.backward = True
-        handles = [node.register_prehook(self._marker(node)) for node in _autograd_nodes(loss)]
+        handles = [node.register_prehook(self._marker(node)) for node in autograd_nodes(loss)]
         lifted = [item for item in self._lifted if item[0].requires_grad]
         self._tracer.call = None
         try:
@@ -369,30 +369,12 @@ class TraceMode(CallRecorder):
         return mark
 
 
-def _autograd_nodes(loss: torch.Tensor) -> list[Any]:
-    seen: dict[Any, None] = {}
-    stack: list[Any] = [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen[node] = None
-            stack.extend(following for following, _ in node.next_functions)
-    return list(seen)
-
-
 def _storage(tensor: torch.Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def _as_list(tensor: torch.Tensor) -> Any:
     return [_as_list(item) for item in tensor.unbind()] if tensor.dim() else tensor.item()
-
-
-def mutates(name: str, kwargs: Any) -> bool:
-    """Whether a torch function of this name writes to what it is given."""
-    if "out" in kwargs or name in ("__setitem__", "__set__") or re.fullmatch(r"__i[a-z]+__", name):
-        return name not in ("__index__", "__int__", "__invert__")
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _is_dispatch(frame: FrameType) -> bool:

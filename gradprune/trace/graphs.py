@@ -75,3 +75,15 @@ class Equality:
 
 def _is_random(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def autograd_nodes(loss: torch.Tensor) -> list[Any]:
+    """The nodes of the autograd graph of `loss`, each once."""
+    seen: dict[Any, None] = {}
+    stack: list[Any] = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            stack.extend(following for following, _ in node.next_functions)
+    return list(seen)
