@@ -29,6 +29,7 @@ class Layout:
 
     config, ddp: fields of TransformerConfig and DistributedDataParallelConfig.
     dtype: of the parameters; half-precision ones are trained as trainers do, with a master copy and gradients in fp32.
+    loss_scale: with which fp16 begins.
     per_token: the loss returns its sum and its number of tokens. packed: rows are one THD sequence. frozen: only the
     MLPs are trained. hybrid: a HybridModel instead of a GPTModel.
     """
@@ -48,6 +49,7 @@ class Layout:
     frozen: bool = False
     hybrid: bool = False
     dtype: torch.dtype = torch.float32
+    loss_scale: float = 2.0**12
 
     @property
     def data_ranks(self) -> int:
@@ -94,7 +96,7 @@ def build(layout: Layout, seed: int = 1234) -> Trainee:
         clip_grad=1.0,
         bf16=layout.dtype is torch.bfloat16,
         fp16=layout.dtype is torch.float16,
-        initial_loss_scale=2.0**12,  # of fp16: the first steps do not overflow
+        initial_loss_scale=layout.loss_scale,
         params_dtype=layout.dtype,
         use_distributed_optimizer=ddp_config.use_distributed_optimizer,
     )

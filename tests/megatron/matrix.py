@@ -87,6 +87,8 @@ REST = (
     Layout("DP2, overlap, bf16", 2, ddp=OVERLAP, dtype=torch.bfloat16),
     Layout("DP2, distributed optimizer, overlap, bf16", 2, ddp=SHARDED, dtype=torch.bfloat16),
     Layout("DP2, distributed optimizer, overlap, fp16", 2, ddp=SHARDED, dtype=torch.float16),
+    Layout("PP2, VPP2, selective recompute, overlap", 2, pp=2, vpp=2, ddp=OVERLAP, config={**SELECTIVE, **NO_BIAS}),
+    Layout("1 rank, fp16, the first steps overflow", dtype=torch.float16, loss_scale=2.0**32),
 )
 
 #: Two GPUs are enough for each; sequence parallelism needs TransformerEngine's norm there.
