@@ -104,6 +104,8 @@ class PrunedStep:
             )
         batch = args[1] if len(args) > 1 else next(iter(kwargs.values()))
         call = functools.partial(self._step, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return call()  # an evaluation, no microbatch of the training
         if self._compiled:
             return CompiledRun(self._pruner, self._microbatch(args[0], batch)).run(call)
         return _finish(start(self._pruner, self._microbatch(args[0], batch)), call)
@@ -113,7 +115,7 @@ class PrunedStep:
         if not self._pruner.schedule.computes_loss(model):
             stage = functools.partial(self._step, iterator, model, *rest, **kwargs)
             return run_stage(self._pruner, iterator, model, stage)
-        if iterator is None:
+        if iterator is None or not torch.is_grad_enabled():
             return self._step(iterator, model, *rest, **kwargs)
         batch = next(iterator)
         run = start(self._pruner, self._microbatch(model, batch))

@@ -240,3 +240,16 @@ def test_a_microbatch_costs_the_hot_path_little(counted):
             meter.dead(key, 64)
         best = min(best, (time.perf_counter() - start) / 100)
     assert best < 20e-6  # two microbatches
+
+
+def test_losses_without_a_graph_are_counted_once():
+    meter, key = FlopMeter(), BatchShape(((3, 4),))
+    counted = 0
+    for _ in range(5):
+        if meter.wants(key):
+            counted += 1
+            with meter.counting_forward(key):
+                loss = (torch.ones(3, 4) @ torch.ones(4, 2)).sum()
+            meter.count_backward(key, loss)
+        meter.live(key, 12)
+    assert counted == 1 and meter.report().microbatches_live == 5

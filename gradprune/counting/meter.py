@@ -42,7 +42,7 @@ class FlopMeter:
         self._live_tapes: dict[Hashable, Tape] = {}
         self._dead_tapes: dict[Hashable, Tape] = {}
         self._fits: dict[Hashable, ShapeFit] = {}
-        self._unlearned: list[tuple[BatchShape, Tape]] = []
+        self._unlearned: dict[BatchShape, Tape] = {}
         self._predicted: dict[BatchShape, Phases] = {}
         self._settled = FlopReport()
 
@@ -94,16 +94,18 @@ class FlopMeter:
             yield
         (self._dead_tapes if dead else self._live_tapes)[key] = tape
         if isinstance(key, BatchShape) and not dead:
-            self._unlearned.append((key, tape))
+            self._unlearned[key] = tape
 
     def count_backward(self, key: Hashable, loss: torch.Tensor) -> torch.Tensor:
         """Returns `loss` itself, whose backward will be counted for `key` by hooks on its graph, changing nothing.
 
-        A microbatch whose forward was not counted, or a loss without a graph, is let through.
+        A microbatch whose forward was not counted is let through; one whose loss has no graph is not counted again.
         """
         tape = self._live_tapes.get(key)
         if tape is not None and loss.grad_fn is not None:
             record_backward(tape, loss)
+        elif tape is not None:
+            tape.awaits_backward = True
         return loss
 
     def cost(self, key: Hashable) -> Cost | None:
@@ -123,9 +125,8 @@ class FlopMeter:
             return None
         if key in self._predicted:
             return self._predicted[key]
-        done = [item for item in self._unlearned if item[1].saw_backward]
-        self._unlearned = [item for item in self._unlearned if not item[1].saw_backward]
-        for shape, tape in done:
+        for shape in [shape for shape, tape in self._unlearned.items() if tape.saw_backward]:
+            tape = self._unlearned.pop(shape)
             self._fits.setdefault(shape.kind, ShapeFit()).learn(shape.features(), tape.measured())
         fit = self._fits.get(key.kind)
         phases = None if fit is None else fit.predict(key.features())

@@ -32,6 +32,13 @@ def run_stage(pruner: Pruner, iterator: Any, model: torch.nn.Module, call: Calla
     """
     bound = iterator if isinstance(iterator, BoundPlan) else None
     planned, position = (bound.upcoming, bound.position) if bound is not None else (None, 0)
+    found = _run(pruner, model, planned, call) if torch.is_grad_enabled() else call()
+    if bound is not None and bound.position == position:
+        bound.skip()
+    return found
+
+
+def _run(pruner: Pruner, model: torch.nn.Module, planned: PlannedMicrobatch | None, call: Callable[[], Any]) -> Any:
     microbatch = _microbatch(pruner, model, planned)
     why = pruner.forbidden(microbatch) or pruner.unproved_stage()
     counting = Counting(pruner.meter, microbatch, dead=why is None)
@@ -40,8 +47,6 @@ def run_stage(pruner: Pruner, iterator: Any, model: torch.nn.Module, call: Calla
     if why is not None and counting.counted:
         pruner.meter.count_backward(microbatch.shape, output)
     pruner.note(microbatch, Dead(microbatch.known.reason) if why is None else why)
-    if bound is not None and bound.position == position:
-        bound.skip()
     return output, loss_func
 
 

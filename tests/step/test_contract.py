@@ -79,12 +79,22 @@ def test_keeps_frozen_parameters_without_gradient():
     assert model.mix.weight.grad is not None
 
 
-def test_runs_live_without_grad_mode():
-    model, step = TinyModel(), compiled_step()
-    with torch.no_grad():
-        loss, _ = step(model, make_batch(4, 6, dead=True, seed=0))
-    assert not loss.requires_grad
-    assert "switched off" in str(step.explain())
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_is_no_microbatch(mode):
+    def step(model, batch):
+        logp = model(batch["ids"]).log_softmax(-1)[..., 0]
+        return logp.sum() if "adv" not in batch else (logp * batch["adv"][:, None]).sum()
+
+    model, pruned = TinyModel().eval(), compiled_step(step)
+    batch = make_batch(4, 6, dead=True, seed=2)
+    for dead in (True, False):
+        pruned(model, make_batch(4, 6, dead=dead, seed=0)).backward()
+    decided, report = len(pruned.explain().decisions), pruned.report()
+    unlabelled = {"ids": batch["ids"]}  # what a rollout is scored from has no advantages yet
+    with mode():
+        assert torch.equal(pruned(model, batch), step(model, batch))
+        assert torch.equal(pruned(model, unlabelled), step(model, unlabelled))
+    assert len(pruned.explain().decisions) == decided == 2 and pruned.report() == report
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("out of coffee"), KeyboardInterrupt()], ids=["error", "interrupt"])
