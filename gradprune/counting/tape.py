@@ -38,7 +38,10 @@ class Operator:
 
 @dataclass
 class Tape:
-    """The counted calls of one microbatch. awaits_backward: hooks are set, or there is nothing to set them on; saw_backward: they have begun to fire."""
+    """The counted calls of one microbatch.
+
+    awaits_backward: hooks are set, or there is nothing to set them on. saw_backward: they have begun to fire.
+    """
 
     forward: list[Operator] = field(default_factory=list)
     backward: list[Operator] = field(default_factory=list)
