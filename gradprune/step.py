@@ -10,13 +10,14 @@ import torch
 
 from gradprune.errors import PruneError
 from gradprune.explanation import Explanation
-from gradprune.facts import Hypothesis
+from gradprune.facts import Hypothesis, Reason, Refusal
 from gradprune.flops import FlopReport
 from gradprune.planner import StepPlan
+from gradprune.planning.binding import BoundPlan
 from gradprune.runtime.attempts import Run, start
 from gradprune.runtime.compiled import CompiledRun, uses_compiled
 from gradprune.runtime.guard import OnViolation
-from gradprune.runtime.known import examine
+from gradprune.runtime.known import Known, examine
 from gradprune.runtime.microbatch import Microbatch, Policy
 from gradprune.runtime.pruner import Pruner
 from gradprune.runtime.runs import batch_constants, batch_leaves
@@ -115,18 +116,51 @@ class PrunedStep:
         if not self._pruner.schedule.computes_loss(model):
             stage = functools.partial(self._step, iterator, model, *rest, **kwargs)
             return run_stage(self._pruner, iterator, model, stage)
-        if iterator is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return self._step(iterator, model, *rest, **kwargs)
+        if not hasattr(iterator, "__next__"):
+            self._refuse(iterator)
             return self._step(iterator, model, *rest, **kwargs)
         batch = next(iterator)
-        run = start(self._pruner, self._microbatch(model, batch))
+        microbatch = self._without_batch(iterator, model) if batch is None else self._microbatch(model, batch)
+        run = start(self._pruner, microbatch)
 
         with run.segment():
             output, loss_func = self._step(_Replay(batch, iterator), model, *rest, **kwargs)
 
         def finishing_loss(*args: Any, **kwargs: Any) -> Any:
-            return _finish(run, functools.partial(loss_func, *args, **kwargs))
+            call = functools.partial(loss_func, *args, **kwargs)
+            if kwargs.get("non_loss_data"):  # as Megatron's schedules ask with collect_non_loss_data
+                return _end_without_loss(run, call)
+            return _finish(run, call)
 
         return output, finishing_loss
+
+    def _refuse(self, iterator: Any) -> None:
+        """Say that this step runs live since its batches cannot be read before it."""
+        self._check_that_others_may_prune(iterator)
+        if iterator is None:
+            return
+        why = (
+            f"{type(iterator).__name__} has no __next__, and what the step is going to read of it is not known before: "
+            "pass an iterator of batches"
+        )
+        reason = Reason("untraceable", why)
+        self._pruner.refused(Refusal(self._pruner.policy.hypothesis, (), (reason,), self._name))
+
+    def _without_batch(self, iterator: Any, model: torch.nn.Module) -> Microbatch:
+        """A microbatch of a rank that gets its data from another one, while the step runs."""
+        self._check_that_others_may_prune(None)
+        planned = iterator.current if isinstance(iterator, BoundPlan) else None
+        return self._pruner.microbatch({"": model}, Known(False, "this rank reads no batch", planned), {})
+
+    def _check_that_others_may_prune(self, iterator: Any) -> None:
+        if self._pruner.schedule.decides_together():
+            what = "no data" if iterator is None else f"a {type(iterator).__name__}, which has no __next__"
+            raise PruneError(
+                f"{self._name} was given {what} on a rank that computes the loss, and ranks that share its collectives "
+                "would wait for it where they prune: have every rank read the batches, or wrap the step on none"
+            )
 
     def _microbatch(self, model: torch.nn.Module, batch: Any) -> Microbatch:
         known = examine(batch, self._pruner.policy.hypothesis, allow_sync=self._allow_sync)
@@ -143,6 +177,14 @@ def _finish(run: Run, call: Call) -> Any:
         run.release()
 
 
+def _end_without_loss(run: Run, call: Call) -> Any:
+    """What the caller wants instead of a loss, as it is."""
+    try:
+        return run.give_up(call(), "it is asked for something else than a loss")
+    finally:
+        run.release()
+
+
 class _Replay:
     """A data iterator that gives a batch that was already taken, and then goes on."""
 
@@ -154,3 +196,8 @@ class _Replay:
 
     def __next__(self) -> Any:
         return self._first.pop() if self._first else next(self._rest)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._rest, name)

@@ -64,6 +64,11 @@ class LiveRun:
         self._pruner.note(self._microbatch, self._why)
         return output
 
+    def give_up(self, output: Any, why: str) -> Any:
+        """The end of a run that led to no loss."""
+        self._pruner.note(self._microbatch, Live(why))
+        return output
+
 
 class WatchedRun:
     """A live run that is recorded; where it proves dead, its output is cut off from its graph."""
@@ -81,6 +86,11 @@ class WatchedRun:
 
     def release(self) -> None:
         self._observed.release()
+
+    def give_up(self, output: Any, why: str) -> Any:
+        """The end of a run that led to no loss."""
+        self._pruner.note(self._microbatch, Live(why))
+        return output
 
     def finish(self, output: Any) -> Any:
         pruner, microbatch, loss = self._pruner, self._microbatch, loss_of(output)

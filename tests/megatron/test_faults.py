@@ -89,6 +89,15 @@ def iterator_ends_early(layout: Layout) -> None:
             forward_backward(layout, trainee, step, [plan.bind(iter(batches[:3]))])
 
 
+def one_rank_reads(layout: Layout) -> None:
+    """The first tensor-parallel rank reads the data and sends it to the other, as in Megatron-LM."""
+    with compiled(layout) as (trainee, step):
+        batches = make_batches(0, {0, 2})
+        plan = step.agree(plan_of(batches))
+        reads = dist.get_rank() == 0
+        forward_backward(layout, trainee, step, [plan.bind(batches if reads else None)])
+
+
 def evaluate(layout: Layout, no_grad: bool) -> tuple[list[float], list[float], int]:
     """forward_only losses of the plain and the compiled step, and how many of its microbatches were dead."""
     with compiled(layout) as (trainee, step), torch.set_grad_enabled(not no_grad):
@@ -110,6 +119,13 @@ def test_interrupt_restores_everything(worlds):
 @pytest.mark.parametrize("fault", [plan_of_other_data, iterator_ends_early], ids=lambda fault: fault.__name__)
 def test_wrong_data_is_an_error(worlds, fault):
     worlds(1).run(fault, ONE)
+
+
+@pytest.mark.timeout(120)
+def test_rank_without_data_of_its_own_is_an_error(worlds):
+    with pytest.raises(RankError, match="was given no data on a rank that computes the loss") as caught:
+        worlds(2).run(one_rank_reads, Layout("TP2", 2, tp=2))
+    assert caught.value.kinds[1] == "PruneError"
 
 
 @pytest.mark.timeout(120)
