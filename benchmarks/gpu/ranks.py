@@ -261,7 +261,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     result["executed_tflops"] = flops["executed"] / seconds["planned"] / 1e12
     if args.pipeline > 1:
         result["bubble"] = bubble(ranks, args.pipeline, 64 if args.tiny else 4096)
-    return result | {"bit_equal": ranks.bit_equal()}
+    return result | {"bit_equal": ranks.bit_equal(), "dead_microbatches_of_this_rank": ranks.step.explain().dead}
 
 
 def main() -> None:

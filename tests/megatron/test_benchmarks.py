@@ -25,3 +25,15 @@ def test_ranks_on_cpus(tmp_path, layout):
     subprocess.run([sys.executable, *command, *more], cwd=ROOT, env=environment, check=True, timeout=280)
     result = json.loads(out.read_text())
     assert result["bit_equal"] and result["dead_microbatches_of_this_rank"] > 0
+    assert ("bubble" in result) == ("--pipeline" in layout)
+
+
+def test_pipeline_takes_what_arithmetic_says(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
+    from pipelines import makespan
+
+    halves = [0.5, 0.5]
+    assert makespan(halves, [1.0] * 4, [2.0] * 4) == (4 + 1) * (0.5 + 1.0)
+    assert makespan(halves, [1.0] * 4, [0.0] * 4) == (4 + 1) * 0.5
+    assert makespan([1.0], [1.0] * 4, [2.0, 0.0, 2.0, 0.0]) == 4 + 4
+    assert makespan(halves, [1.0] * 4, [2.0, 0.0, 2.0, 0.0]) < makespan(halves, [1.0] * 4, [2.0] * 4)
