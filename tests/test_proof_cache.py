@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradprune
-from gradprune.errors import NoEffectWarning, PruneError
+from gradprune.errors import NoEffectWarning, PruneError, TraceError
 from gradprune.runtime import proof_cache
 from gradprune.size_expressions import evaluate_text, symbols_in
 from tests.step.arms import TinyModel, make_batch
@@ -49,6 +49,17 @@ def test_second_process_finds_the_verdict(folder, traced):
     assert len(list(folder.iterdir())) == 1
     assert first.verdicts == second.verdicts
     assert second.dead == 1
+
+
+def test_what_could_not_be_traced_is_tried_again(folder, traced, monkeypatch):
+    def unable(*args, **kwargs):
+        raise TraceError("out of luck")
+
+    with monkeypatch.context() as patch, pytest.warns(NoEffectWarning, match="out of luck"):
+        patch.setattr("gradprune.proof.trace_joint", unable)
+        assert run_once().dead == 0
+    assert list(folder.iterdir()) == []
+    assert run_once().dead == 1 and len(traced) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything on two GPUs in about ten minutes: bash benchmarks/gpu/all.sh OUT   (from the root; OUT gets JSON and logs)
+# Everything on two GPUs: bash benchmarks/gpu/all.sh OUT   (from the root; OUT gets JSON and logs)
 # Needs torch with CUDA, transformers and megatron-core; benchmarks that are timed have both GPUs, or one each, to themselves.
 set -u
 out=$1 here=benchmarks/gpu

@@ -10,7 +10,8 @@ import traceback
 from pathlib import Path
 
 import gradprune.passes
-from tests.passes.snippets import DERIVED, HOSTILE
+from tests.passes.hostile_snippets import HOSTILE
+from tests.passes.snippets import DERIVED
 from tests.passes.test_rules import (
     test_claims_nothing_false_of,
     test_closes_no_claims_that_differ,

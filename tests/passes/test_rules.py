@@ -19,7 +19,8 @@ from gradprune.passes.transfer import broadcast
 from tests.passes.builder import Builder, aten
 from tests.passes.catalogue import CASES, UNTRIED
 from tests.passes.claims import Unsound
-from tests.passes.snippets import DERIVED, HOSTILE, small
+from tests.passes.hostile_snippets import HOSTILE
+from tests.passes.snippets import DERIVED, small
 
 # -- what a rule derives, and its hostile twin ---------------------------------------------------------------------
 
