@@ -81,14 +81,19 @@ class Condition:
         ``bounded`` (at most `BOUND` in magnitude: an input whose product with a cotangent must not overflow), or
         ``nonempty`` (the tensor has elements).
     value: the operator that computed it, for a reader.
-    call: index of the torch call in the traced program (`joint.CallStream`) whose result it speaks of; None where
-        it speaks of a value of the backward, which only running the loss's backward up to the boundary can show.
+    call: index of the torch call in the traced program (`joint.CallStream`) in which the value is computed; None where
+        it is a value of the backward, which only running the loss's backward up to the boundary can show.
+    inside: the ATen operator that computes the value on the way to the result of that call, and the only one of its
+        name there (``"aten._log_softmax.default"`` in a cross entropy); "" where the value is the result itself.
+    along: a dimension along which all elements are NaN if one is; None if there is none, or not known.
     """
 
     kind: Literal["finite", "notnan", "nonzero", "nonempty", "bounded"]
     value: str
     where: SourceLine | None = None
     call: int | None = None
+    inside: str = ""
+    along: int | None = None
 
     def __str__(self) -> str:
         place = f"   at {self.where}" if self.where else ""

@@ -22,6 +22,9 @@ _SPREADING: Final = frozenset(
 """Operators whose result is not finite if any element of any operand is not."""
 _SPREADING_FIRST: Final = frozenset(["div"])
 """The same for their first operand only."""
+_NAN_TOGETHER: Final = frozenset(["aten._log_softmax.default", "aten._softmax.default"])
+"""Operators along whose dimension (their second operand) all of the result is NaN, or none: each element of it has the
+sum over the others in it, which is NaN for a NaN or an infinity among them, or if all are minus infinity."""
 
 
 def minimal(needs: Needs) -> Needs:
@@ -93,20 +96,41 @@ def conditions(needs: Needs, graph: torch.fx.Graph, names: Mapping[Node, str]) -
     twins = forward_twins(graph)
     moved = minimal(frozenset(Need(need.kind, twins.get(need.node, need.node)) for need in needs))
     order = {node: position for position, node in enumerate(graph.nodes)}
-    results = {node.meta["call"]: node for node in graph.nodes if "call" in node.meta}
+    calls = _calls(graph)
     found: dict[Condition, None] = {}
     for need in sorted(moved, key=lambda need: (order[need.node], need.kind)):
-        call = need.node.meta.get("call")
-        found[_condition(need, names, call if results.get(call) is need.node else None)] = None
+        found[_condition(need, names, *_place(need.node, calls))] = None
     return tuple(found)
 
 
-def _condition(need: Need, names: Mapping[Node, str], call: int | None) -> Condition:
-    """call: that of which the node is the result; None for a step inside of a call, as for the backward."""
+def _calls(graph: torch.fx.Graph) -> dict[int, list[Node]]:
+    """The nodes that each torch call of the program made, in order."""
+    calls: dict[int, list[Node]] = {}
+    for node in graph.nodes:
+        if "call" in node.meta:
+            calls.setdefault(node.meta["call"], []).append(node)
+    return calls
+
+
+def _place(node: Node, calls: Mapping[int, list[Node]]) -> tuple[int | None, str]:
+    """In which call the value of `node` can be seen while the program runs, and by which operator: see `Condition`."""
+    call = node.meta.get("call")
+    if call is None or calls[call][-1] is node:
+        return call, ""
+    alone = sum(other.target == node.target for other in calls[call]) == 1
+    if alone and isinstance(node.target, torch._ops.OpOverload) and isinstance(node.meta["val"], torch.Tensor):
+        return call, str(node.target)
+    return None, ""
+
+
+def _condition(need: Need, names: Mapping[Node, str], call: int | None, inside: str) -> Condition:
+    where, seen = need.node.meta.get("where"), need.node
+    together: Any = need.node.args[1] if operator_name(need.node.target) in _NAN_TOGETHER else None
+    along = together if need.kind == "notnan" else None
     seen = need.node
     while seen.op == "call_function" and getattr(seen.target, "_opname", None) in SAME_ELEMENTS:
         seen = seen.all_input_nodes[0]
     if seen.op == "placeholder":
-        return Condition(need.kind, names.get(seen, seen.name), need.node.meta.get("where"), call)
+        return Condition(need.kind, names.get(seen, seen.name), where, call, inside)
     value = operator_name(need.node.target).removeprefix("aten.").split(".")[0].strip("_")
-    return Condition(need.kind, value, need.node.meta.get("where"), call)
+    return Condition(need.kind, value, where, call, inside, along)

@@ -16,8 +16,9 @@ import torch
 
 from gradprune.counting.meter import FlopMeter
 from gradprune.facts import Condition, Dead, Live, Refusal, Verdict
+from gradprune.runtime.checks import Looker
 from gradprune.runtime.graphs import Arrivals, Reach
-from gradprune.runtime.guard import magnitude
+from gradprune.runtime.guard import magnitude, poison_of
 from gradprune.runtime.microbatch import Microbatch
 from gradprune.runtime.modes import without_collections
 from gradprune.runtime.proofs import Proof
@@ -149,17 +150,12 @@ class PrunedRun:
 
     def __init__(self, pruner: Pruner, microbatch: Microbatch, proof: Proof) -> None:
         self._pruner, self._microbatch, self._proof = pruner, microbatch, proof
-        self._looks_at_end = pruner.looks_at_boundary(proof)
         self._failures: list[tuple[Condition, torch.Tensor]] = []
-        self._dead = DeadRun(
-            proof,
-            microbatch.named,
-            microbatch.buffers,
-            next(iter(microbatch.models.values())),
-            pruner.schedule,
-            not self._looks_at_end,
-            lambda *failure: self._failures.append(failure),
-        )
+        self._look: Looker | None = None
+        if not pruner.looks_at_boundary(proof):
+            self._look = Looker(proof.checks, lambda *failure: self._failures.append(failure))
+        model = next(iter(microbatch.models.values()))
+        self._dead = DeadRun(proof, microbatch.named, microbatch.buffers, model, pruner.schedule, self._look)
         self._counting = Counting(pruner.meter, microbatch, dead=True)
 
     @contextmanager
@@ -189,10 +185,11 @@ class PrunedRun:
         pruner.ended(microbatch)
         delivery = pruner.delivery(microbatch, pruner.reached(reach, self._proof))
         for condition, size in self._failures:
-            delivery.see(size)
+            delivery.see(poison_of(size))  # what the gradient may be then
             pruner.guard.note("condition", f"{microbatch.about}, {condition}", size)
         pruner.note(microbatch, Dead(microbatch.known.reason))
-        entrances = list(self._dead.entrances.values()) if self._looks_at_end else ()
+        looks_at_end = self._look is None or self._look.missed
+        entrances = list(self._dead.entrances.values()) if looks_at_end else ()
         return replaced(output, loss, delivery.ending(loss, entrances, reach.once))
 
     def release(self) -> None:

@@ -17,11 +17,11 @@ import torch.utils.checkpoint
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from gradprune.facts import Condition, SourceLine, Verdict
+from gradprune.facts import SourceLine, Verdict
 from gradprune.frames import is_user_file, user_line
 from gradprune.patching import replaced
 from gradprune.runtime.boundary import Boundary, Call, float_leaves, modules_of, replace, trainable_modules
-from gradprune.runtime.checks import failure
+from gradprune.runtime.checks import Looker
 from gradprune.runtime.dead import shield
 from gradprune.runtime.graphs import Arrivals, Reach, reach_of
 from gradprune.runtime.lean import Lean
@@ -234,8 +234,8 @@ def _others(modules: Iterable[torch.nn.Module], known: Sequence[torch.Tensor]) -
 class DeadRun:
     """Runs the model's modules without saving activations and watches that the rest makes the calls that were proved.
 
-    looks: look at the proof's side conditions as they are computed, and tell `failed`; else the cotangent at the
-    `entrances` of the model shows whether they held. model: the one that the step was called with.
+    look: looks at the proof's side conditions as they are computed; without it the cotangent at the `entrances` of the
+    model shows whether they held. model: the one that the step was called with.
     """
 
     def __init__(
@@ -245,11 +245,10 @@ class DeadRun:
         model_buffers: Callable[[], Iterable[torch.Tensor]],
         model: torch.nn.Module,
         schedule: Schedule,
-        looks: bool,
-        failed: Callable[[Condition, torch.Tensor], None],
+        look: Looker | None,
     ) -> None:
-        self._proof, self._looks, self._failed = proof, looks, failed
-        self._watch = TapeWatch(proof.tape, self._look if looks else None)
+        self._proof = proof
+        self._watch = TapeWatch(proof.tape, look)
         devices = {tensor.device for tensor in microbatch_tensors.values()}
         self._lean = Lean(proof.written_buffers(), model_buffers, devices, proof.stateful, proof.linked)
         self._schedule = schedule
@@ -263,7 +262,6 @@ class DeadRun:
         self._computed: set[str] = set()
         for name, tensor in microbatch_tensors.items():
             self._watch.bind(name, tensor)
-            self._look_at_leaf(name, tensor)
 
     @contextmanager
     def segment(self) -> Iterator[None]:
@@ -312,15 +310,6 @@ class DeadRun:
         for scheduled in self._forwards:
             scheduled.live()
 
-    def _look(self, entry: int, result: torch.Tensor) -> None:
-        for condition in self._proof.checks.entries.get(entry, ()):
-            self._failed(condition, failure(condition, result.detach()))
-
-    def _look_at_leaf(self, name: str, tensor: torch.Tensor) -> None:
-        if self._looks:
-            for condition in self._proof.checks.leaves.get(name, ()):
-                self._failed(condition, failure(condition, tensor.detach()))
-
     def _compute(self, name: str, call: Call) -> Any:
         self._computed.add(name)
         scheduled = self._schedule.forward(self._model)
@@ -334,7 +323,6 @@ class DeadRun:
             output = shielded(output) if self._schedule.shields(module) else output
             for leaf, tensor in float_leaves(name, output):
                 self._watch.bind(leaf, tensor)
-                self._look_at_leaf(leaf, tensor)
         return output
 
 

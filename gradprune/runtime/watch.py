@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gradprune.runtime.checks import Looker
 from gradprune.runtime.data_numbers import Formula
 from gradprune.runtime.ledger import Ledger
 from gradprune.runtime.recorder import EFFECTS, CallObserver
@@ -35,9 +37,6 @@ from gradprune.runtime.tape import (
 _REWIRING = EFFECTS | {"requires_grad_", "detach_", "set_"}
 
 
-Look = Callable[[int, torch.Tensor], None]
-
-
 class _Differs(Exception):
     """An operand is not the one on the tape."""
 
@@ -45,8 +44,8 @@ class _Differs(Exception):
 class TapeWatch(CallObserver):
     """Matches the calls made while `observing` with those of a tape, in order."""
 
-    def __init__(self, tape: Tape, look: Look | None = None) -> None:
-        """look: called with the index of each entry that was matched and the first tensor of its result."""
+    def __init__(self, tape: Tape, look: Looker | None = None) -> None:
+        """look: shown each entry that was matched, the first tensor of its result, and the leaves."""
         super().__init__()
         self._tape, self._look = tape, look
         self._wrt = {leaf.number for leaf in tape.leaves if leaf.role == "wrt"}
@@ -68,6 +67,8 @@ class TapeWatch(CallObserver):
         if leaf is not None:
             self._check_kind(leaf, tensor)
             self._enter(tensor, leaf.number)
+        if self._look is not None:
+            self._look.leaf(name, tensor)
 
     def matches(self, loss: torch.Tensor) -> bool:
         """Whether all calls of the tape were made and `loss` is what they lead to."""
@@ -90,7 +91,8 @@ class TapeWatch(CallObserver):
     def observe(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         entry = self._next()
         found = self._fit(entry, func, args, kwargs) if entry is not None else None
-        result = func(*args, **kwargs)
+        with nullcontext() if found is None or self._look is None else self._look.inside(self._position):
+            result = func(*args, **kwargs)
         if name == "item":
             number = self._ledger.number(args[0])
             if number is not None:
@@ -195,7 +197,7 @@ class TapeWatch(CallObserver):
         self._items.update(self._trial)
         tensors = tensors_in(result)
         if self._look is not None and tensors:
-            self._look(self._position - 1, tensors[0])
+            self._look.result(self._position - 1, tensors[0])
         for number, tensor in found.items():
             self._check_kind(self._open.pop(number), tensor)
             self._enter(tensor, number)

@@ -12,6 +12,7 @@ from gradprune.runtime.checks import failure
 
 REAL = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 VALUES = [[1.0, -2.0], [math.nan, 1.0], [math.inf, 1.0], [-math.inf, 0.0], [-(2.0**61)], [2.0**60, 0.0], [3e4], []]
+ENDS = torch.tensor([-1.0, 1.0])
 SAYS = {
     "finite": lambda x: math.isfinite(x),
     "bounded": lambda x: abs(x) <= BOUND,
@@ -37,6 +38,30 @@ def test_bound_of_integers(number, holds):
 def test_bound_of_complex_numbers():
     assert failure(_condition("bounded"), torch.tensor([1 + 1j])) == 0
     assert failure(_condition("bounded"), torch.tensor([1 + 2.0**61 * 1j])) != 0
+
+
+@pytest.mark.parametrize("function", [torch.log_softmax, torch.softmax])
+@pytest.mark.parametrize("dtype", REAL)
+def test_softmax_is_nan_along_all_of_its_dimension_or_nowhere(function, dtype):
+    """What `Condition.along` of a softmax rests on: rows of finite numbers, infinities and NaN, short and long."""
+    generator = torch.Generator().manual_seed(0)
+    specials = torch.tensor([0.0, 1.0, -3e4, 3e4, math.inf, -math.inf, math.nan, *torch.finfo(dtype).max * ENDS])
+    for width in (1, 2, 7, 300):
+        weights = torch.rand(2000, len(specials), generator=generator) ** 8
+        rows = specials[torch.multinomial(weights, width, replacement=True, generator=generator)].to(dtype)
+        nan = function(rows, -1).isnan()
+        assert torch.equal(nan.any(-1), nan.all(-1))
+        assert 0 < nan.any(-1).sum() < len(rows)
+
+
+def test_along_looks_at_one_element():
+    value = torch.zeros(3, 4)
+    value[1, 2] = math.nan
+    together = Condition("notnan", "log_softmax", along=-1)
+    assert failure(together, value) == 0  # never so of a softmax
+    value[1] = math.nan
+    assert failure(together, value) != 0
+    assert failure(together, torch.zeros(3, 0)) == 0
 
 
 def _condition(kind: str) -> Condition:

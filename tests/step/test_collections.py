@@ -49,9 +49,11 @@ def test_dead_microbatch_brings_on_no_collection():
     batches = [make_batch(4, 6, dead=True, seed=seed) for seed in range(2)]
     step(model, batches[0])
     assert gc.isenabled()
+    gc.collect()  # what other tests made brings on none
     with counted() as begun:
         step(model, batches[1])
-    assert begun in ([], [0], [0, 0])  # what the two parts of a run made is counted when they are over
+    # What the run made is counted when the collector is on again: before its segment, after it, and at its end.
+    assert len(begun) <= 3 and set(begun) <= {0}
     assert gc.isenabled() and [bool(decision.outcome) for decision in step.explain().decisions] == [False, False]
 
 
