@@ -2,14 +2,16 @@
 
     python benchmarks/gpu/saving.py --model megatron --recompute --out results.json
 
-Arms: unpruned; gradprune; skip (reads each microbatch's advantages on the device and leaves the loop's body); dropped
-(only the live rows are in the data). All from the same run:
+Arms: unpruned; gradprune; no_grad (whoever writes the step knows the dead microbatches on the CPU, and runs their
+forward under no_grad by hand); skip (reads each microbatch's advantages on the device and leaves the loop's body);
+dropped (only the live rows are in the data). All from the same run:
 
     limit = dead share * (1 - time of a no-grad forward / time of an unpruned microbatch)
     reach = dead microbatches * (their unpruned time - time of a no-grad forward) / unpruned time of the step
 
 The two differ because an unpruned dead microbatch multiplies zeros, draws less power, and runs faster than a live one:
-`reach` takes its time from the step whose microbatches are all dead (share 1, which must be among the shares).
+`reach` takes its time from the step whose microbatches are all dead (share 1, which must be among the shares). The
+no_grad arm is what can be had in that very mixture of microbatches, at the clocks that the GPU has in it.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from qwen import (
+    HAS_GPU,
     TINY,
     Batch,
     Shape,
@@ -37,8 +41,10 @@ from qwen import (
 )
 
 import gradprune
+from gradprune.megatron.cpu import emulate_cuda
 
 ZERO = "advantages * loss_mask"
+ARMS = ("unpruned", "gradprune", "no_grad", "skip", "dropped")
 
 
 class Megatron:
@@ -82,6 +88,33 @@ class HuggingFace:
         return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
 
 
+class WithoutGradient:
+    """A step whose calls in `dead` are forwards under no_grad, and a loss that sends no gradient: pruning by hand."""
+
+    def __init__(self, step: Any, dead: set[int]) -> None:
+        self._step, self._dead, self._calls = step, dead, 0
+
+    def __call__(self, *args: Any) -> Any:
+        index, self._calls = self._calls, self._calls + 1
+        if index not in self._dead:
+            return self._step(*args)
+        with torch.no_grad():
+            first, rest = self._step(*args)
+        if callable(rest):  # Megatron's forward_step
+            return first, lambda output: _cut(rest, output)
+        return first + _leaf(first), rest
+
+
+def _cut(loss_func: Any, output: torch.Tensor) -> Any:
+    with torch.no_grad():
+        loss, metrics = loss_func(output)
+    return loss + _leaf(loss), metrics
+
+
+def _leaf(loss: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(loss, requires_grad=True)
+
+
 def plan_of(batches: Sequence[Batch], dead: set[int]) -> gradprune.StepPlan:
     """The plan as a trainer makes it on the CPU, before the batches go to the device."""
     rows = len(batches[0]["advantages"])
@@ -106,6 +139,7 @@ def arms(trainer: Any, pruned: Any, batches: Sequence[Batch], dead: set[int]) ->
     return {
         "unpruned": lambda: trainer.run(trainer.step, batches, count),
         "gradprune": lambda: trainer.run(pruned, plan_of(batches, dead).bind(batches), count),
+        "no_grad": lambda: trainer.run(WithoutGradient(trainer.step, dead), batches, count),
         "skip": skip,
         "dropped": dropped,
     }
@@ -120,12 +154,12 @@ def timed(call: Callable[[], None]) -> float:
 
 
 def synchronize() -> None:
-    if torch.cuda.is_available():
+    if HAS_GPU:
         torch.cuda.synchronize()
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if HAS_GPU else "cpu"
     shape = TINY if args.tiny else Shape(layers=args.layers)
     kind = Megatron if args.model == "megatron" else HuggingFace
     trainer = kind(shape, getattr(torch, args.dtype), args.recompute, device)
@@ -185,19 +219,23 @@ def row(
     share: float, count: int, live: float, zeros: float, forward: float, times: dict[tuple[float, str], list[float]]
 ) -> dict[str, Any]:
     unpruned = median(times[share, "unpruned"])
-    pairs = [a / b for a, b in zip(times[share, "gradprune"], times[share, "unpruned"])]
+    saving, by_hand = (
+        1 - median(a / b for a, b in zip(times[share, name], times[share, "unpruned"]))
+        for name in ("gradprune", "no_grad")
+    )
     limit = share * (1 - forward / live)
     reach = round(share * count) * (zeros - forward) / unpruned
-    saving = 1 - median(pairs)
     return {
         "dead_share": share,
-        **{f"{name}_ms": 1e3 * median(times[share, name]) for name in ("unpruned", "gradprune", "skip", "dropped")},
+        **{f"{name}_ms": 1e3 * median(times[share, name]) for name in ARMS},
         "unpruned_spread": (max(times[share, "unpruned"]) - min(times[share, "unpruned"])) / unpruned,
         "limit": limit,
         "saving": saving,
         "saving_over_limit": saving / limit if limit else None,
         "reach": reach,
         "saving_over_reach": saving / reach if reach else None,
+        "by_hand": by_hand,
+        "saving_over_by_hand": saving / by_hand if share else None,
     }
 
 
@@ -208,13 +246,13 @@ def table(result: dict[str, Any]) -> str:
         f"({result['compiled_graphs']} graphs), {result['device']}, torch {result['torch']}",
         f"unpruned microbatch {result['unpruned_ms']:.1f} ms, all dead {result['unpruned_dead_ms']:.1f} ms, "
         f"no-grad forward {result['no_grad_forward_ms']:.1f} ms",
-        " dead   unpruned  gradprune       skip    dropped   limit   reach  saving  /limit  /reach",
+        " dead   unpruned  gradprune    no_grad       skip    dropped   limit   reach  saving  /limit  /reach /no_grad",
     ]
     for item in result["rows"]:
-        ratios = [item["saving_over_limit"], item["saving_over_reach"]]
+        ratios = [item[f"saving_over_{what}"] for what in ("limit", "reach", "by_hand")]
         lines.append(
             f"{item['dead_share']:>5.0%} "
-            + " ".join(f"{item[f'{name}_ms']:>7.0f} ms" for name in ("unpruned", "gradprune", "skip", "dropped"))
+            + " ".join(f"{item[f'{name}_ms']:>7.0f} ms" for name in ARMS)
             + f" {item['limit']:>7.1%} {item['reach']:>7.1%} {item['saving']:>7.1%} "
             + " ".join(f"{ratio:>7.3f}" if ratio is not None else "      -" for ratio in ratios)
         )
@@ -239,7 +277,8 @@ def parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     arguments = parse()
-    found = measure(arguments)
+    with nullcontext() if HAS_GPU else emulate_cuda():
+        found = measure(arguments)
     print(table(found), flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
