@@ -20,6 +20,7 @@ from gradprune.runtime.guard import OnViolation
 from gradprune.runtime.known import Known, examine
 from gradprune.runtime.microbatch import Microbatch, Policy
 from gradprune.runtime.pruner import Pruner
+from gradprune.runtime.routine import Routine
 from gradprune.runtime.runs import batch_constants, batch_leaves
 from gradprune.runtime.stage_run import run_stage
 from gradprune.schedule import Schedule, no_schedule
@@ -73,6 +74,10 @@ class PrunedStep:
     def _compiled(self) -> bool:
         return uses_compiled(self._step)
 
+    @functools.cached_property
+    def _routine(self) -> Routine:
+        return Routine(self._pruner, counts=not self._compiled)
+
     def explain(self) -> Explanation:
         """What was decided for each microbatch so far, and why; printing it explains."""
         return self._pruner.explain()
@@ -103,13 +108,17 @@ class PrunedStep:
                 f"{self._name} was called with {', '.join(type(arg).__name__ for arg in args) or 'nothing'}: a "
                 "compiled step takes (model, batch) or, for Megatron, (data_iterator, model)"
             )
-        batch = args[1] if len(args) > 1 else next(iter(kwargs.values()))
-        call = functools.partial(self._step, *args, **kwargs)
         if not torch.is_grad_enabled():
-            return call()  # an evaluation, no microbatch of the training
+            return self._step(*args, **kwargs)  # an evaluation, no microbatch of the training
+        model, batch = args[0], args[1] if len(args) > 1 else next(iter(kwargs.values()))
+        if (routine := self._routine.find(model, batch)) is not None:
+            output = self._step(*args, **kwargs)
+            self._routine.book(model, routine)
+            return output
+        call = functools.partial(self._step, *args, **kwargs)
         if self._compiled:
-            return CompiledRun(self._pruner, self._microbatch(args[0], batch)).run(call)
-        return _finish(start(self._pruner, self._microbatch(args[0], batch)), call)
+            return CompiledRun(self._pruner, self._microbatch(model, batch)).run(call)
+        return _finish(start(self._pruner, self._microbatch(model, batch)), call)
 
     def _forward_step(self, iterator: Any, model: torch.nn.Module, *rest: Any, **kwargs: Any) -> Any:
         """One call of a Megatron ``forward_step``: its microbatch ends with the loss function that it returns."""
@@ -122,6 +131,10 @@ class PrunedStep:
             self._refuse(iterator)
             return self._step(iterator, model, *rest, **kwargs)
         batch = next(iterator)
+        if (routine := self._routine.find(model, batch)) is not None:
+            found = self._step(_Replay(batch, iterator), model, *rest, **kwargs)
+            self._routine.book(model, routine)
+            return found
         microbatch = self._without_batch(iterator, model) if batch is None else self._microbatch(model, batch)
         run = start(self._pruner, microbatch)
 

@@ -45,6 +45,10 @@ class DataParallel:
                 return "DistributedDataParallel lays out its buckets by the first backward that it reduces"
         return None
 
+    def replicates(self, model: torch.nn.Module) -> bool:
+        """Whether a DistributedDataParallel is in `model`: then `ran_live` must be told of it."""
+        return bool(self._of(model).replicated())
+
     def ran_live(self, models: Iterable[torch.nn.Module]) -> None:
         for model in models:
             self._reduced.update(_reducing(self._of(model)))

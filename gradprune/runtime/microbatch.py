@@ -12,6 +12,7 @@ import torch
 from gradprune.counting.fit import BatchShape
 from gradprune.errors import PruneError
 from gradprune.facts import Hypothesis
+from gradprune.planning.binding import PlannedMicrobatch
 from gradprune.runtime.guard import OnViolation
 from gradprune.runtime.known import Known
 from gradprune.runtime.runs import family
@@ -51,8 +52,7 @@ class Microbatch:
     @functools.cached_property
     def shape(self) -> BatchShape:
         """Key of its FLOPs."""
-        modes = tuple((id(model), model.training) for model in self.models.values())
-        return BatchShape.of(self.named.values(), program=(modes, tuple(self.named)))
+        return shape_of(self.models, self.named)
 
     def buffers(self) -> list[torch.Tensor]:
         return [buffer for model in self.models.values() for _, buffer in model.named_buffers()]
@@ -63,14 +63,28 @@ class Microbatch:
         return f"microbatch {self.index}{place}"
 
     def tokens(self, factors: tuple[str, ...]) -> tuple[int, int]:
-        """Its real tokens, and the padding beyond them: what the plan knows of lengths, and slots in the factors.
+        """Its real tokens, and the padding beyond them; see `tokens_of`."""
+        return tokens_of(self.known.plan, slots_of(self.named, factors))
 
-        Without a plan every slot is taken for a token.
-        """
-        wanted = {*factors, *(f"batch.{factor}" for factor in factors)}
-        slots = max((tensor.numel() for name, tensor in self.named.items() if name in wanted), default=0)
-        plan = self.known.plan
-        if plan is None or not plan.tokens:
-            return slots, 0
-        real = plan.tokens - plan.padding
-        return real, max(plan.tokens, slots) - real
+
+def shape_of(models: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Tensor]) -> BatchShape:
+    """Key of the FLOPs of a microbatch with the tensors `named`."""
+    modes = tuple((id(model), model.training) for model in models.values())
+    return BatchShape.of(named.values(), program=(modes, tuple(named)))
+
+
+def slots_of(named: Mapping[str, torch.Tensor], factors: tuple[str, ...]) -> int:
+    """How many positions the largest of the factors has."""
+    wanted = {*factors, *(f"batch.{factor}" for factor in factors)}
+    return max((tensor.numel() for name, tensor in named.items() if name in wanted), default=0)
+
+
+def tokens_of(plan: PlannedMicrobatch | None, slots: int) -> tuple[int, int]:
+    """Real tokens, and the padding beyond them: what the plan knows of lengths, and slots in the factors.
+
+    Without a plan every slot is taken for a token.
+    """
+    if plan is None or not plan.tokens:
+        return slots, 0
+    real = plan.tokens - plan.padding
+    return real, max(plan.tokens, slots) - real

@@ -14,20 +14,21 @@ from typing import Any
 import torch
 from torch.nn.parameter import UninitializedParameter
 
+from gradprune.counting.fit import BatchShape
 from gradprune.counting.meter import FlopMeter
 from gradprune.errors import NoEffectWarning, PruneError, TraceError
 from gradprune.explanation import Decision, Explanation
 from gradprune.facts import Certificate, Dead, Live, Reason, Refusal
 from gradprune.flops import FlopReport
 from gradprune.frames import user_line
-from gradprune.planner import StepPlan
+from gradprune.planner import PlannedMicrobatch, StepPlan
 from gradprune.runtime.boundary import modules_of
 from gradprune.runtime.data_parallel import DataParallel
 from gradprune.runtime.dead import Delivery
 from gradprune.runtime.graphs import Arrivals, Reach
 from gradprune.runtime.guard import Guard, magnitude, watch_optimizers
 from gradprune.runtime.known import Known
-from gradprune.runtime.microbatch import Microbatch, Policy
+from gradprune.runtime.microbatch import Microbatch, Policy, tokens_of
 from gradprune.runtime.proof_cache import proved_tape, shapes_of
 from gradprune.runtime.proofs import Proof, ProofBook
 from gradprune.runtime.runs import ObservedRun
@@ -55,7 +56,7 @@ class Pruner:
         self.parallel = DataParallel()
         self.trust = Trust(schedule.decides_together)
         self._name = name
-        self._decisions: deque[Decision] = deque(maxlen=_REMEMBERED)
+        self._decisions: deque[tuple[int, Live | Dead]] = deque(maxlen=_REMEMBERED)
         self._calls = self._pruned = 0
         self._warned = False
         self._alike: Counter[Any] = Counter()
@@ -64,7 +65,8 @@ class Pruner:
         watch_optimizers()
 
     def explain(self) -> Explanation:
-        return Explanation(self._name, tuple(self._decisions), tuple(self.book.verdicts()))
+        decisions = tuple(Decision(index, outcome) for index, outcome in self._decisions)
+        return Explanation(self._name, decisions, tuple(self.book.verdicts()))
 
     def report(self) -> FlopReport:
         return self.meter.report()
@@ -98,8 +100,7 @@ class Pruner:
 
     def way(self, microbatch: Microbatch) -> Live | Proof | None:
         """Live with its reason, a proof to run dead by, or None: observe it, then decide."""
-        self._stop_listening()
-        self._settle_trials()
+        self.settle()
         forbidden = self.forbidden(microbatch)
         if forbidden is not None:
             return forbidden
@@ -254,6 +255,12 @@ class Pruner:
                 Refusal(self.policy.hypothesis, (), (Reason("live-term", objection),), self._name), always=True
             )
 
+    def settle(self) -> None:
+        """See to what is left of microbatches before. Waits for nothing."""
+        if self._listening or self.trust.tries:
+            self._stop_listening()
+            self._settle_trials()
+
     def _stop_listening(self) -> None:
         while self._listening:
             self._listening.pop().close()
@@ -271,7 +278,7 @@ class Pruner:
         return delivery
 
     def note(self, microbatch: Microbatch, outcome: Live | Dead, audited: bool = False) -> None:
-        self._decisions.append(Decision(microbatch.index, outcome))
+        self._decisions.append((microbatch.index, outcome))
         tokens, padding = microbatch.tokens(self.policy.hypothesis.factors)
         plan = microbatch.known.plan
         filler = plan is not None and plan.filler
@@ -281,6 +288,12 @@ class Pruner:
             return
         self._pruned += 1
         self.meter.dead(microbatch.shape, tokens, padding, backward=audited, filler=filler)
+
+    def ran_as_planned(self, plan: PlannedMicrobatch, shape: BatchShape, slots: int) -> None:
+        """Book a live microbatch that nothing had to be decided about."""
+        self._decisions.append((self._calls, Live(f"planned live: {plan.reason}")))
+        self._calls += 1
+        self.meter.live(shape, *tokens_of(plan, slots), filler=plan.filler)
 
     def _poison(self) -> None:
         for proof in self.book.proofs():

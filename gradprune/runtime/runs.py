@@ -41,9 +41,14 @@ _WIDE = 16
 
 def batch_leaves(batch: Any) -> dict[str, torch.Tensor]:
     """Every tensor of a batch by its name there, ``"batch.advantages"``."""
-    if type(batch) is dict and all(map(_FLAT.__contains__, map(type, batch.values()))):
+    if is_flat(batch):
         return {f"batch.{key}": value for key, value in batch.items() if type(value) is torch.Tensor}
     return dict(leaves(batch, "batch"))
+
+
+def is_flat(batch: Any) -> bool:
+    """Whether a batch is a plain dict of tensors and constants."""
+    return type(batch) is dict and all(map(_FLAT.__contains__, map(type, batch.values())))
 
 
 class ObservedRun:

@@ -47,6 +47,11 @@ class Trust:
             self.unsure[proof] = reach
         return asks
 
+    @property
+    def tries(self) -> bool:
+        """Whether a trial is under way."""
+        return bool(self._running)
+
     def sure(self, proof: Proof) -> bool:
         """Whether no trial of this proof is outstanding."""
         return proof not in self.unsure
