@@ -119,8 +119,14 @@ def _poison(parameters: Sequence[torch.Tensor], size: torch.Tensor) -> None:
     """Add zero, or NaN if `size` is not zero, to one existing gradient: enough for any check for overflow, no sync."""
     held = [part for p in parameters if (g := gradient_of(p)) is not None and (part := _local(g)).numel()]
     if held:
-        smallest = min(held, key=torch.Tensor.numel)
-        smallest.add_(poison_of(size).to(smallest.device, smallest.dtype, non_blocking=True))
+        _add_poison(held, size)
+
+
+def _add_poison(tensors: Sequence[torch.Tensor], size: torch.Tensor) -> None:
+    """To the smallest of `tensors`, on the device of `size` if there is one: another would have to wait for it."""
+    near = [tensor for tensor in tensors if tensor.device == size.device] or tensors
+    smallest = min(near, key=torch.Tensor.numel)
+    smallest.add_(poison_of(size).to(smallest.device, smallest.dtype))
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -198,6 +204,5 @@ class _Anchor(torch.autograd.Function):
         zeros = ctx.delivery.zeros(ctx.next_functions[1:])
         parts = [part for zero in zeros if zero is not None and (part := _local(zero)).numel()]
         if size is not None and parts:
-            smallest = min(parts, key=torch.Tensor.numel)
-            smallest.add_(poison_of(size).to(smallest.device, smallest.dtype))
+            _add_poison(parts, size)
         return (None, None, *zeros)

@@ -29,6 +29,7 @@ class Lean:
     buffers: what the model's forward writes to. model_buffers: all that a recomputation must leave as they are.
     devices: where random numbers are drawn. stateful: the forward changes something of the model's own, or of what it
     is given, so that it cannot be computed again: what it saves is kept until its loss is there. linked: see `_hidden`.
+    hides: the graph of what was run does not show what it reaches. leaves: what was put into the graph and is nobody's.
     """
 
     def __init__(
@@ -42,12 +43,13 @@ class Lean:
         self._buffers, self._model_buffers, self._devices = buffers, model_buffers, tuple(devices)
         self._stateful, self._linked = stateful, linked
         self.hides = False
+        self.leaves: list[torch.Tensor] = []
 
     def run(self, name: str, call: Call, again: Reopen) -> Any:
         """What `call` gives. again: opens around a recomputation of it.
 
         A compiled module saves what it saves in one go, so that only a run under no_grad keeps nothing; its part of the
-        graph is then one node, and `hides` is set.
+        graph is then one node.
         """
         if self._stateful or inside_checkpoint() or not torch.is_grad_enabled() or not hooks_are_allowed():
             return call()  # the user's own checkpoint keeps nothing either
@@ -55,7 +57,8 @@ class Lean:
         given, recomputing = Arguments(tensors), _Recomputing(self, call.module, again)
         if call.compiled:
             self.hides = True
-            return _hidden(name, call, given, recomputing, self._linked)
+            self.leaves.append(torch.zeros((), requires_grad=True))
+            return _hidden(name, call, given, recomputing, self._linked, self.leaves[-1])
 
         def forward() -> Any:
             args, kwargs = map_tensors((call.args, call.kwargs), given.as_given)
@@ -126,9 +129,11 @@ def _put(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             buffer.data.copy_(value)  # unseen by the version counter: graphs of other microbatches saved the buffer
 
 
-def _hidden(name: str, call: Call, given: Arguments, recomputing: _Recomputing, linked: Collection[str]) -> Any:
+def _hidden(
+    name: str, call: Call, given: Arguments, recomputing: _Recomputing, linked: Collection[str], dummy: torch.Tensor
+) -> Any:
     """The forward as one node of the graph, which runs it again with a graph of its own in its backward. linked: names
-    of the outputs that come from that node."""
+    of the outputs that come from that node. dummy: a leaf for there to be a graph."""
     shown: list[Any] = []
 
     def run(dummy: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -140,7 +145,6 @@ def _hidden(name: str, call: Call, given: Arguments, recomputing: _Recomputing, 
         return tuple(_linked(name, output, linked))
 
     tensors = [tensor for _, tensor in leaves((call.args, call.kwargs))]
-    dummy = torch.zeros((), requires_grad=True)
     found = checkpoint(run, dummy, *tensors, use_reentrant=True, preserve_rng_state=False)
     (output,) = shown
     shown.clear()

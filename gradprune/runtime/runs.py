@@ -6,6 +6,7 @@ and modes are on only inside a segment.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -279,7 +280,9 @@ class DeadRun:
         return self._watch.entrances
 
     def reach(self, loss: torch.Tensor) -> Reach:
-        return reach_of(loss, self._watch.entrances, self._proof.silent)
+        reach = reach_of(loss, self._watch.entrances, self._proof.silent)
+        own = set(map(id, self._lean.leaves))
+        return dataclasses.replace(reach, leaves=tuple(leaf for leaf in reach.leaves if id(leaf) not in own))
 
     def objection(self, reach: Reach) -> str | None:
         """Why this run must not be cut off from its graph, though its calls are those that were proved."""

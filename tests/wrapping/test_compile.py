@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 import gradprune
 from gradprune.backend import explain
 from gradprune.errors import NoEffectWarning, PruneError
+from gradprune.runtime.dead import Delivery
 from tests.step.arms import VOCABULARY, Arm, assert_equal, make_batch, outcomes
 from tests.wrapping.test_features import Batch, policy_loss, token_logps
 
@@ -233,6 +234,27 @@ def test_dead_graph_saves_nothing():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         pruned(model, make_batch(4, 7, dead=True, seed=1))[0].backward()
     assert not saved
+
+
+@pytest.mark.parametrize("parts", [model_only, model_in_place, layer_in_place])
+def test_zeros_go_to_parameters_only(parts, monkeypatch):
+    """And to nothing that was put into the graph for a compiled model: on a GPU it would be waited for."""
+    reached: list[list[torch.Tensor]] = []
+
+    class Noted(Delivery):
+        def __init__(self, parameters: Any, *args: Any, **options: Any) -> None:
+            super().__init__(parameters, *args, **options)
+            reached.append(self._parameters)
+
+    monkeypatch.setattr("gradprune.runtime.pruner.Delivery", Noted)
+    policy = Policy()
+    model, function = parts(policy, "aot_eager")
+    pruned = gradprune.compile(function, zero="adv * mask", allow_sync=True)
+    for seed in range(4):
+        pruned(model, make_batch(2, 4, dead=True, seed=seed))[0].backward()
+    assert len(reached) >= 3
+    expected = {id(parameter) for name, parameter in policy.named_parameters() if name != "unused"}
+    assert all({id(tensor) for tensor in tensors} == expected for tensors in reached)
 
 
 def test_backend_prunes_within_one_capture():
