@@ -3,9 +3,9 @@
     python benchmarks/gpu/breakdown.py --model megatron --layers 24 --out breakdown.json
 
 *alone*: a step whose microbatches are all dead, pruned, beside their forwards under no_grad: busy and idle time of the
-GPU, host time, allocations, and the kernels that take longer in one of them. *mixed*: the GPU time of each microbatch of
-a step in which 60 % are dead, unpruned, pruned, and with the forwards of the dead ones under no_grad by hand; and what
-the driver reported of clock and power meanwhile: a GPU at its power limit runs the same kernels slower.
+GPU, host time, allocations, and the kernels that take longer in one of them. *mixed*: the GPU time of each microbatch
+of a step in which 60 % are dead, unpruned, pruned, and with the forwards of the dead ones under no_grad by hand; and
+what the driver reported of clock and power meanwhile: a GPU at its power limit runs the same kernels slower.
 """
 
 from __future__ import annotations

@@ -24,11 +24,10 @@ from saving import ZERO, HuggingFace, Megatron, arms, plan_of, synchronize, time
 import gradprune
 
 SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+DTYPES = ("bfloat16", "float32")
 CASES = [
-    (model, dtype, recompute)
-    for model in ("megatron", "hugging_face")
-    for dtype in ("bfloat16", "float32")
-    for recompute in (False, True)
+    *((m, dtype, kind) for m in ("megatron", "hugging_face") for dtype in DTYPES for kind in ("eager", "recompute")),
+    *(("hugging_face", dtype, "compiled") for dtype in DTYPES),
 ]
 
 
@@ -125,15 +124,18 @@ def main() -> None:
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "cases": []}
     result["torch"] = torch.__version__
     shape = TINY if args.tiny else Shape(layers=args.layers)
-    for model, dtype, recompute in CASES:
+    for model, dtype, kind in CASES:
         if args.only not in (None, model):
             continue
-        kind = Megatron if model == "megatron" else HuggingFace
-        found = check(kind(shape, getattr(torch, dtype), recompute, device), shape, args.tokens, device)
-        result["cases"].append({"model": model, "dtype": dtype, "recompute": recompute, **found})
+        make = Megatron if model == "megatron" else HuggingFace
+        trainer = make(shape, getattr(torch, dtype), kind == "recompute", device)
+        if kind == "compiled":
+            trainer.model.compile()
+        found = check(trainer, shape, args.tokens, device)
+        result["cases"].append({"model": model, "dtype": dtype, "kind": kind, **found})
         equal = "bit-equal" if not found["different"] else f"{len(found['different'])} tensors differ"
         print(
-            f"{model:13} {dtype:9} recompute {recompute!s:5}  {found['tensors']} gradients {equal}; "
+            f"{model:13} {dtype:9} {kind:9}  {found['tensors']} gradients {equal}; "
             f"{found['dead']} dead; "
             f"sync errors {found['sync_errors']}; synchronising calls {found['synchronising_calls']}",
             flush=True,

@@ -6,21 +6,22 @@ Arms: unpruned; gradprune; no_grad (whoever writes the step knows the dead micro
 forward under no_grad by hand); skip (reads each microbatch's advantages on the device and leaves the loop's body);
 dropped (only the live rows are in the data). All from the same run:
 
-    limit = dead share * (1 - time of a no-grad forward / time of an unpruned microbatch)
+    limit = dead share * (1 - time of a no-grad forward / time of a live microbatch)
     reach = dead microbatches * (their unpruned time - time of a no-grad forward) / unpruned time of the step
 
 The two differ because an unpruned dead microbatch multiplies zeros, draws less power, and runs faster than a live one:
-`reach` takes its time from the step whose microbatches are all dead (share 1, which must be among the shares). The
+`reach` takes its time from the step whose microbatches are all dead; shares 0 and 1 must be among the shares. The
 no_grad arm is what can be had in that very mixture of microbatches, at the clocks that the GPU has in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -145,6 +146,30 @@ def arms(trainer: Any, pruned: Any, batches: Sequence[Batch], dead: set[int]) ->
     }
 
 
+class Collector:
+    """Milliseconds in full collections of Python's garbage collector, by what ran meanwhile."""
+
+    def __init__(self) -> None:
+        self.milliseconds: dict[str, float] = {}
+        self._name, self._start = "", 0.0
+
+    @contextmanager
+    def charged(self, name: str) -> Iterator[None]:
+        self._name = name
+        gc.callbacks.append(self._note)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        now = 1e3 * time.perf_counter()
+        if info["generation"] == 2 and phase == "start":
+            self._start = now
+        elif info["generation"] == 2:
+            self.milliseconds[self._name] = self.milliseconds.get(self._name, 0.0) + now - self._start
+
+
 def timed(call: Callable[[], None]) -> float:
     synchronize()
     start = time.perf_counter()
@@ -179,13 +204,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     graphs = {"warm": compiled_graphs()}
     times: dict[tuple[float, str], list[float]] = {}
     forward: list[float] = []
+    collector = Collector()
     for _ in range(args.repeats):
         forward.append(timed(lambda: trainer.forward(data[first])) / args.microbatches)
         for share in args.shares:
             for name, call in chosen[share].items():
-                times.setdefault((share, name), []).append(timed(call))
+                with collector.charged(name):
+                    times.setdefault((share, name), []).append(timed(call))
     graphs["end"] = compiled_graphs()
-    live = median(t for (_, name), ts in times.items() if name == "unpruned" for t in ts) / args.microbatches
+    live = median(times[0, "unpruned"]) / args.microbatches
     zeros = median(times[1.0, "unpruned"]) / args.microbatches
     rows = [row(share, args.microbatches, live, zeros, median(forward), times) for share in args.shares]
     decisions = pruned.explain()
@@ -202,10 +229,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "repeats": args.repeats,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "torch": torch.__version__,
-        "unpruned_ms": 1e3 * live,
+        "live_ms": 1e3 * live,
         "unpruned_dead_ms": 1e3 * zeros,
         "no_grad_forward_ms": 1e3 * median(forward),
         "dead_microbatches": decisions.dead,
+        "collector_ms": collector.milliseconds,
         "rows": rows,
     }
 
@@ -244,7 +272,7 @@ def table(result: dict[str, Any]) -> str:
         f"{result['model']}, {result['layers']} layers, {result['tokens']} tokens x {result['microbatches']}, "
         f"{result['dtype']}, recompute {result['recompute']}, compiled {result['compiled']} "
         f"({result['compiled_graphs']} graphs), {result['device']}, torch {result['torch']}",
-        f"unpruned microbatch {result['unpruned_ms']:.1f} ms, all dead {result['unpruned_dead_ms']:.1f} ms, "
+        f"live microbatch {result['live_ms']:.1f} ms, dead unpruned {result['unpruned_dead_ms']:.1f} ms, "
         f"no-grad forward {result['no_grad_forward_ms']:.1f} ms",
         " dead   unpruned  gradprune    no_grad       skip    dropped   limit   reach  saving  /limit  /reach /no_grad",
     ]
@@ -256,6 +284,7 @@ def table(result: dict[str, Any]) -> str:
             + f" {item['limit']:>7.1%} {item['reach']:>7.1%} {item['saving']:>7.1%} "
             + " ".join(f"{ratio:>7.3f}" if ratio is not None else "      -" for ratio in ratios)
         )
+    lines.append(f"in full collections: {', '.join(f'{k} {v:.0f} ms' for k, v in result['collector_ms'].items()) or 0}")
     return "\n".join(lines)
 
 

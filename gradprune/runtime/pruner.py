@@ -39,7 +39,7 @@ from gradprune.schedule import Schedule
 _REMEMBERED = 10_000
 
 #: One in so many dead microbatches with a costly boundary has the cotangent there looked at.
-SAMPLED = 8
+SAMPLED = 16
 
 #: So many programs that differ in numbers only (weights of a microbatch, say) are proved with those numbers left open.
 ALIKE = 3
