@@ -1,8 +1,7 @@
 """A forward that keeps its graph but no activations: what a backward would read is computed again if one comes.
 
 A dead microbatch whose loss turns out to be another than the one that was proved must go on as a live one, without
-running the user's code again. So its model runs as in `torch.utils.checkpoint`: the same kernels, the same graph, and
-nothing saved.
+running the user's code again. So its model runs as in a checkpoint: the same kernels and graph, and nothing saved.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from gradprune.runtime.boundary import Call, float_leaves, replace
 from gradprune.runtime.model_state import Arguments, ModelState
 from gradprune.runtime.modes import hooks_are_allowed, inside_checkpoint
 from gradprune.runtime.random_state import RandomState
+from gradprune.runtime.unsaved import Unsaved
 from gradprune.trees import leaves, map_tensors
 
 Reopen = Callable[[], AbstractContextManager[Any]]
@@ -64,40 +64,7 @@ class Lean:
             args, kwargs = map_tensors((call.args, call.kwargs), given.as_given)
             return call.forward(*args, **kwargs)
 
-        first = _Caught(forward)
-        output = checkpoint(
-            first,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            determinism_check="none",  # of shapes; that each tensor is there is checked in any case
-            context_fn=lambda: (nullcontext(), recomputing),
-        )
-        first.raise_error()
-        return output
-
-
-class _Caught:
-    """A forward whose first run ends normally in any case: torch 2.11's `checkpoint` leaves its hooks on the stack when
-    the forward raises, for as long as somebody holds the exception."""
-
-    def __init__(self, forward: Callable[[], Any]) -> None:
-        self._forward, self._has_run = forward, False
-        self._error: BaseException | None = None
-
-    def __call__(self) -> Any:
-        if self._has_run:
-            return self._forward()
-        self._has_run = True
-        try:
-            return self._forward()
-        except BaseException as error:  # noqa: BLE001  raised again by raise_error()
-            self._error = error
-            return None
-
-    def raise_error(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        return Unsaved(forward, recomputing).run()
 
 
 class _Recomputing:

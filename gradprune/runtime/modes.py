@@ -10,6 +10,35 @@ from typing import Any, Literal
 import torch
 
 
+class Autocast:
+    """The settings of autocast at this moment, on CPUs and CUDA devices."""
+
+    def __init__(self) -> None:
+        self._settings = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
+        ]
+        self._caches = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """They are as they were, inside."""
+        now = Autocast()
+        torch.autocast_increment_nesting()
+        self._put()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            now._put()
+
+    def _put(self) -> None:
+        for kind, dtype, enabled in self._settings:
+            torch.set_autocast_dtype(kind, dtype)
+            torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_cache_enabled(self._caches)
+
+
 def mode_depth() -> tuple[int, int]:
     """Function modes and dispatch modes on the stacks of this thread: one may be left only while it is the topmost."""
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
