@@ -59,13 +59,18 @@ def judge(factors: Mapping[str, torch.Tensor], plan: PlannedMicrobatch | None, *
     """`examine` for factors in hand, by name, and what is planned for their microbatch."""
     factors = {name: tensor.reshape(1) if tensor.dim() == 0 else tensor for name, tensor in factors.items()}
     if plan is not None and not plan.dead:
-        return Known(False, f"planned live: {plan.reason}", plan)
+        return Known(False, planned_live(plan), plan)
     devices = {str(tensor.device) for tensor in factors.values() if tensor.device.type != "cpu"}
     if devices and allow_sync and plan is None:
         factors, devices = {name: tensor.detach().cpu() for name, tensor in factors.items()}, set()
     if devices:
         return _on_device(factors, plan, ", ".join(sorted(devices)))
     return _on_cpu(factors, plan)
+
+
+def planned_live(plan: PlannedMicrobatch) -> str:
+    """Why a microbatch runs live that was planned so."""
+    return f"planned live: {plan.reason}"
 
 
 def _factor(batch: Any, name: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ from gradprune.runtime.data_parallel import DataParallel
 from gradprune.runtime.dead import Delivery
 from gradprune.runtime.graphs import Arrivals, Reach
 from gradprune.runtime.guard import Guard, magnitude, watch_optimizers
-from gradprune.runtime.known import Known
+from gradprune.runtime.known import Known, planned_live
 from gradprune.runtime.microbatch import Microbatch, Policy, tokens_of
 from gradprune.runtime.proof_cache import proved_tape, shapes_of
 from gradprune.runtime.proofs import Proof, ProofBook
@@ -56,7 +56,7 @@ class Pruner:
         self.parallel = DataParallel()
         self.trust = Trust(schedule.decides_together)
         self._name = name
-        self._decisions: deque[tuple[int, Live | Dead]] = deque(maxlen=_REMEMBERED)
+        self._decisions: deque[tuple[int, Live | Dead | PlannedMicrobatch]] = deque(maxlen=_REMEMBERED)
         self._calls = self._pruned = 0
         self._warned = False
         self._alike: Counter[Any] = Counter()
@@ -65,8 +65,11 @@ class Pruner:
         watch_optimizers()
 
     def explain(self) -> Explanation:
-        decisions = tuple(Decision(index, outcome) for index, outcome in self._decisions)
-        return Explanation(self._name, decisions, tuple(self.book.verdicts()))
+        decisions = (
+            Decision(index, Live(planned_live(found)) if isinstance(found, PlannedMicrobatch) else found)
+            for index, found in self._decisions
+        )
+        return Explanation(self._name, tuple(decisions), tuple(self.book.verdicts()))
 
     def report(self) -> FlopReport:
         return self.meter.report()
@@ -291,7 +294,7 @@ class Pruner:
 
     def ran_as_planned(self, plan: PlannedMicrobatch, shape: BatchShape, slots: int) -> None:
         """Book a live microbatch that nothing had to be decided about."""
-        self._decisions.append((self._calls, Live(f"planned live: {plan.reason}")))
+        self._decisions.append((self._calls, plan))
         self._calls += 1
         self.meter.live(shape, *tokens_of(plan, slots), filler=plan.filler)
 
