@@ -25,19 +25,19 @@ both() { # both NAME SECONDS ARGUMENTS: ranks.py on two GPUs
     on 0 exactness_megatron 120 $here/exactness.py --only megatron --out "$out/exactness_megatron.json"
     on 0 cuda_graphs 90 -m pytest -q -m gpu tests/wrapping/test_cuda_graphs.py
 ) &
-on 1 exactness_hugging_face 120 $here/exactness.py --only hugging_face --out "$out/exactness_hugging_face.json" &
+on 1 exactness_hugging_face 150 $here/exactness.py --only hugging_face --out "$out/exactness_hugging_face.json" &
 wait
 both ranks_pp2 100 --pipeline 2 --sequences 32 --repeats 2
 both ranks_dp2 100 --distributed-optimizer --sequences 64 --repeats 2
 (
-    on 0 megatron 150 $here/saving.py --model megatron --layers 24 --repeats 2 --out "$out/megatron.json"
-    on 0 megatron_recompute 130 $here/saving.py --model megatron --recompute --repeats 1 --shares 0 0.6 1 \
+    on 0 megatron 180 $here/saving.py --model megatron --layers 24 --repeats 2 --out "$out/megatron.json"
+    on 0 megatron_recompute 150 $here/saving.py --model megatron --recompute --repeats 1 --shares 0 0.6 1 \
         --out "$out/megatron_recompute.json"
 ) &
 (
-    on 1 hf_recompute 170 $here/saving.py --model hugging_face --recompute --repeats 2 --shares 0 0.6 1 \
+    on 1 hf_recompute 200 $here/saving.py --model hugging_face --recompute --repeats 2 --shares 0 0.6 1 \
         --out "$out/hf_recompute.json"
-    on 1 hf_compiled 130 $here/saving.py --model hugging_face --compile --layers 8 --repeats 3 --shares 0 0.6 1 \
+    on 1 hf_compiled 130 $here/saving.py --model hugging_face --compile --layers 8 --repeats 2 --shares 0 0.6 1 \
         --out "$out/hf_compiled.json"
     on 1 memory 70 $here/memory.py --out "$out/memory.json"
 ) &

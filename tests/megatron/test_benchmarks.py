@@ -1,4 +1,4 @@
-"""The benchmark of several ranks runs on CPUs too, with a tiny model: the script that GPUs are given works."""
+"""The benchmarks run on CPUs too, with tiny models: the scripts that GPUs are given work."""
 
 from __future__ import annotations
 
@@ -26,6 +26,37 @@ def test_ranks_on_cpus(tmp_path, layout):
     result = json.loads(out.read_text())
     assert result["bit_equal"] and result["dead_microbatches_of_this_rank"] > 0
     assert ("bubble" in result) == ("--pipeline" in layout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model, package", [("megatron", "megatron.core"), ("hugging_face", "transformers")])
+@pytest.mark.parametrize("more", [(), ("--recompute",)])
+def test_saving_on_cpus(tmp_path, model, package, more):
+    pytest.importorskip(package)
+    result = of_script(tmp_path, "saving.py", "--model", model, "--dtype", "float32", "--tokens", "64", *more)
+    assert [row["dead_share"] for row in result["rows"]] == [0, 0.3, 0.6, 0.9, 1]
+    tried = 10 + result["repeats"] * (3 + 6 + 9 + 10) - result["dead_microbatches"]
+    assert 0 <= tried <= (1 if more else 0)
+    assert all(row["limit"] < row["dead_share"] or not row["dead_share"] for row in result["rows"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_exactness_on_cpus(tmp_path):
+    pytest.importorskip("transformers")
+    result = of_script(tmp_path, "exactness.py", "--only", "hugging_face", "--tokens", "64")
+    assert len(result["cases"]) == 6 and not any(case["different"] for case in result["cases"])
+    assert all(case["dead"] >= 4 for case in result["cases"])
+
+
+def of_script(folder, script, *arguments):
+    """What a benchmark writes when it is run with a tiny model."""
+    out = folder / "result.json"
+    command = [sys.executable, f"benchmarks/gpu/{script}", "--tiny", "--out", str(out), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GRADPRUNE_CACHE": ""}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=280)
+    return json.loads(out.read_text())
 
 
 def test_pipeline_takes_what_arithmetic_says(monkeypatch):
