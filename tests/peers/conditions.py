@@ -39,7 +39,7 @@ def broken(conditions: Sequence[Condition], loss: Callable[..., torch.Tensor], b
 
 
 def _holds(condition: Condition, run: CallResults, finite_gradient: bool) -> bool:
-    if condition.call is None:
+    if condition.call is None or condition.inside:
         return finite_gradient
     if condition.call >= len(run.calls) or run.calls[condition.call].where != condition.where:
         return True
