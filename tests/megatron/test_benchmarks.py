@@ -15,12 +15,22 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", [(), ("--tensor", "2"), ("--pipeline", "2"), ("--distributed-optimizer",)])
-def test_ranks_on_cpus(tmp_path, layout):
+@pytest.mark.parametrize(
+    "processes, layout",
+    [
+        (2, ()),
+        (2, ("--tensor", "2")),
+        (2, ("--pipeline", "2")),
+        (2, ("--distributed-optimizer",)),
+        (8, ("--tensor", "2", "--distributed-optimizer")),
+        (8, ("--tensor", "2", "--pipeline", "2", "--distributed-optimizer")),
+    ],
+)
+def test_ranks_on_cpus(tmp_path, processes, layout):
     pytest.importorskip("megatron.core")
     out = tmp_path / "ranks.json"
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "benchmarks/gpu/ranks.py", "--tiny"]
-    more = ["--sequences", "16", "--repeats", "1", "--out", str(out), *layout]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "benchmarks/gpu/ranks.py", "--tiny"]
+    more = ["--sequences", str(8 * processes), "--repeats", "1", "--out", str(out), *layout]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, *command, *more], cwd=ROOT, env=environment, check=True, timeout=280)
     result = json.loads(out.read_text())
