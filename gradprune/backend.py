@@ -264,7 +264,7 @@ class PrunedGraph:
         delivery = Delivery(self._arrivals.parameters(), functools.partial(self._guard.note, "boundary", about))
         with torch.no_grad():
             outputs = list(self._dead(*inputs))
-        delivery.see(magnitude(outputs[self._loss] * 0.0))
+        delivery.stands(magnitude(outputs[self._loss] * 0.0))
         outputs[self._loss] = delivery.ending(outputs[self._loss])
         return tuple(outputs)
 

@@ -86,6 +86,10 @@ class Condition:
     inside: the ATen operator that computes the value on the way to the result of that call, and the only one of its
         name there (``"aten._log_softmax.default"`` in a cross entropy); "" where the value is the result itself.
     along: a dimension along which all elements are NaN if one is; None if there is none, or not known.
+    exact: the gradient is not finite wherever the condition fails. Of the others that is not known: a condition is
+        enough for the proof, and a mask behind it may wipe out what breaks it.
+    ignoring: index of a cross entropy's call, on whose ignored labels it does not matter whether the condition holds:
+        the value has an element for each label, in their order.
     """
 
     kind: Literal["finite", "notnan", "nonzero", "nonempty", "bounded"]
@@ -94,6 +98,8 @@ class Condition:
     call: int | None = None
     inside: str = ""
     along: int | None = None
+    exact: bool = False
+    ignoring: int | None = None
 
     def __str__(self) -> str:
         place = f"   at {self.where}" if self.where else ""

@@ -11,17 +11,14 @@ import torch.fx
 from gradprune.facts import Condition
 from gradprune.passes.domain import Need, Needs
 from gradprune.passes.flow import SAME_ELEMENTS
+from gradprune.passes.necessity import Necessary, Necessity
 from gradprune.passes.registry import operator_name
+from gradprune.passes.spreading import spreading_operands
 
 Node = torch.fx.Node
 
-_SPREADING: Final = frozenset(
-    "add sub rsub mul neg sum mean cumsum view _unsafe_view reshape permute transpose t unsqueeze squeeze expand clone"
-    " alias detach cat stack mm bmm addmm log sqrt square abs _log_softmax native_layer_norm".split()
-)
-"""Operators whose result is not finite if any element of any operand is not."""
-_SPREADING_FIRST: Final = frozenset(["div"])
-"""The same for their first operand only."""
+_DROPPING: Final = frozenset(["slice", "select"])
+"""Of the operators in SAME_ELEMENTS, those that do not keep each element."""
 _NAN_TOGETHER: Final = frozenset(["aten._log_softmax.default", "aten._softmax.default"])
 """Operators along whose dimension (their second operand) all of the result is NaN, or none: each element of it has the
 sum over the others in it, which is NaN for a NaN or an infinity among them, or if all are minus infinity."""
@@ -44,36 +41,11 @@ def _spreading_ancestors(node: Node) -> Iterable[Node]:
     seen: set[Node] = set()
     queue = [node]
     while queue:
-        for source in _spreading_operands(queue.pop()):
+        for source in spreading_operands(queue.pop()):
             if source not in seen:
                 seen.add(source)
                 queue.append(source)
     return seen
-
-
-def _spreading_operands(node: Node) -> list[Node]:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or _may_be_empty(node):
-        return []
-    name = node.target._opname
-    if node.kwargs.get("beta", 1) == 0:
-        return []
-    if name == "_to_copy":
-        return node.all_input_nodes if node.meta["val"].is_floating_point() else []
-    if name in _SPREADING_FIRST:
-        return [node.args[0]] if isinstance(node.args[0], Node) else []
-    return node.all_input_nodes if name in _SPREADING else []
-
-
-def _may_be_empty(node: Node) -> bool:
-    """Whether the result may have no elements, so that its being finite says nothing."""
-    meta = node.meta["val"]
-    meta = meta[0] if isinstance(meta, tuple | list) else meta
-    if not isinstance(meta, torch.Tensor):
-        return True
-    return any(
-        size == 0 if isinstance(size, int) else any(s.name.startswith("u") for s in size.node.expr.free_symbols)
-        for size in meta.shape
-    )
 
 
 def forward_twins(graph: torch.fx.Graph) -> Mapping[Node, Node]:
@@ -91,15 +63,18 @@ def forward_twins(graph: torch.fx.Graph) -> Mapping[Node, Node]:
     return twins
 
 
-def conditions(needs: Needs, graph: torch.fx.Graph, names: Mapping[Node, str]) -> tuple[Condition, ...]:
-    """Conditions for `needs`, in program order. `names`: placeholder -> the user's name for it."""
+def conditions(
+    needs: Needs, graph: torch.fx.Graph, names: Mapping[Node, str], necessity: Necessity
+) -> tuple[Condition, ...]:
+    """Conditions for `needs`, in program order. names: placeholder -> the user's name for it."""
     twins = forward_twins(graph)
     moved = minimal(frozenset(Need(need.kind, twins.get(need.node, need.node)) for need in needs))
     order = {node: position for position, node in enumerate(graph.nodes)}
     calls = _calls(graph)
     found: dict[Condition, None] = {}
     for need in sorted(moved, key=lambda need: (order[need.node], need.kind)):
-        found[_condition(need, names, *_place(need.node, calls))] = None
+        copies = [node for node, twin in twins.items() if twin is need.node]
+        found[_condition(need, names, *_place(need.node, calls), necessity.of(need, copies))] = None
     return tuple(found)
 
 
@@ -123,14 +98,16 @@ def _place(node: Node, calls: Mapping[int, list[Node]]) -> tuple[int | None, str
     return None, ""
 
 
-def _condition(need: Need, names: Mapping[Node, str], call: int | None, inside: str) -> Condition:
+def _condition(need: Need, names: Mapping[Node, str], call: int | None, inside: str, necessary: Necessary) -> Condition:
     where, seen = need.node.meta.get("where"), need.node
     together: Any = need.node.args[1] if operator_name(need.node.target) in _NAN_TOGETHER else None
     along = together if need.kind == "notnan" else None
     seen = need.node
-    while seen.op == "call_function" and getattr(seen.target, "_opname", None) in SAME_ELEMENTS:
+    exact, ignoring = necessary
+    while (name := getattr(seen.target, "_opname", None)) in SAME_ELEMENTS:
+        exact = exact and (call is not None or name not in _DROPPING)  # else the whole input would be looked at
         seen = seen.all_input_nodes[0]
     if seen.op == "placeholder":
-        return Condition(need.kind, names.get(seen, seen.name), where, call, inside)
+        return Condition(need.kind, names.get(seen, seen.name), where, call, inside, None, exact, ignoring)
     value = operator_name(need.node.target).removeprefix("aten.").split(".")[0].strip("_")
-    return Condition(need.kind, value, where, call, inside, along)
+    return Condition(need.kind, value, where, call, inside, along, exact, ignoring)

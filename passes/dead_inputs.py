@@ -30,7 +30,7 @@ def unread_inputs(joint: JointGraph) -> Unread:
     program = Program.of(joint, {}, Hypothesis(()))
     read, needs = _read(program.run(rowwise=False, whole=True), joint)
     names = tuple(item.name for item in joint.inputs if item.role != "tangent" and item.node not in read)
-    return Unread(names, conditions(needs, joint.graph_module.graph, program.names))
+    return Unread(names, conditions(needs, joint.graph_module.graph, program.names, program.necessity()))
 
 
 def _read(flow: Flow, joint: JointGraph) -> tuple[set[torch.fx.Node], Needs]:

@@ -18,6 +18,7 @@ from gradprune.passes.conditions import conditions
 from gradprune.passes.domain import NO_NEEDS, Key, Known, Need, Needs, Value, unknown
 from gradprune.passes.explain import reasons
 from gradprune.passes.flow import ROW, TANGENT, Clause, Flow
+from gradprune.passes.necessity import Necessity
 
 Node = torch.fx.Node
 
@@ -49,7 +50,7 @@ def analyse(
         hypothesis,
         wrt,
         per_row=per_row,
-        conditions=conditions(needs | (row_needs or NO_NEEDS), graph, program.names),
+        conditions=conditions(needs | (row_needs or NO_NEEDS), graph, program.names, program.necessity()),
         operators=sum(node.op == "call_function" for node in graph.nodes),
         unknown=tuple(sorted(set(flow.unruled.values()))),
         symbolic=joint.symbolic,
@@ -89,6 +90,10 @@ class Program:
             axes[factor] = _axes(factor, node, sizes)
         names = {item.node: item.name for item in joint.inputs}
         return Program(joint, Clause(axes), carriers, names, sizes[0][1] if 0 in sizes else None)
+
+    def necessity(self) -> Necessity:
+        gradients = (node for node in self.joint.gradients.values() if node is not None)
+        return Necessity(gradients, self.factors)
 
     def run(self, *, rowwise: bool, whole: bool = False) -> Flow:
         """Evaluate what the gradients depend on, or the whole graph."""

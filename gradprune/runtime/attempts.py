@@ -8,6 +8,7 @@ output = run.finish(output)           for the caller
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from gradprune.counting.meter import FlopMeter
 from gradprune.facts import Condition, Dead, Live, Refusal, Verdict
 from gradprune.runtime.checks import Looker
 from gradprune.runtime.graphs import Arrivals, Reach
-from gradprune.runtime.guard import magnitude, poison_of
+from gradprune.runtime.guard import magnitude
 from gradprune.runtime.microbatch import Microbatch
 from gradprune.runtime.modes import without_collections
 from gradprune.runtime.proofs import Proof
@@ -117,7 +118,7 @@ class WatchedRun:
         delivery = pruner.delivery(microbatch, pruner.reached(self._observed.reach(loss, proof.silent), proof))
         for gradient in gradients:
             if gradient is not None:
-                delivery.see(magnitude(gradient))
+                delivery.stands(magnitude(gradient))
         self._observed.cut_off()
         pruner.ended(microbatch)
         pruner.note(microbatch, Dead(microbatch.known.reason))
@@ -185,8 +186,8 @@ class PrunedRun:
         pruner.ended(microbatch)
         delivery = pruner.delivery(microbatch, pruner.reached(reach, self._proof))
         for condition, size in self._failures:
-            delivery.see(poison_of(size))  # what the gradient may be then
-            pruner.guard.note("condition", f"{microbatch.about}, {condition}", size)
+            about = f"{microbatch.about}, {condition}"
+            delivery.failed(size, functools.partial(pruner.guard.note, "condition", about))
         pruner.note(microbatch, Dead(microbatch.known.reason))
         looks_at_end = self._look is None or self._look.missed
         entrances = list(self._dead.entrances.values()) if looks_at_end else ()

@@ -80,7 +80,7 @@ class CompiledRun:
         with torch.no_grad(), same_kernels():
             output = call()
         loss = loss_of(output)
-        delivery.see(magnitude(loss.detach() * 0.0))
+        delivery.stands(magnitude(loss.detach() * 0.0))
         self._pruner.note(self._microbatch, Dead(self._microbatch.known.reason))
         return replaced(output, loss, delivery.ending(loss))
 

@@ -51,6 +51,8 @@ class Delivery:
         self._report, self._to_all = report, to_all
         self._others: list[torch.Tensor] = []
         self._magnitudes: list[torch.Tensor] = []
+        self._standing: list[torch.Tensor] = []
+        self._failures: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
         self._anchor: torch.Tensor | None = None
 
     def also(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -79,8 +81,18 @@ class Delivery:
             return _Ending.apply(loss.detach().clone(), self.anchor, self, whole)
 
     def see(self, size: torch.Tensor) -> None:
-        """Take note of a magnitude that should be zero."""
+        """Take note of a magnitude that should be zero, of this backward."""
         self._magnitudes.append(size)
+
+    def stands(self, size: torch.Tensor) -> None:
+        """Take note of a magnitude that should be zero, of every backward."""
+        self._standing.append(size)
+
+    def failed(self, failure: torch.Tensor, report: Callable[[torch.Tensor], None]) -> None:
+        """Take note of something that should be zero, and else makes every backward not finite: `report` is called
+        with it once there is one."""
+        self._standing.append(poison_of(failure))
+        self._failures.append((failure, report))
 
     def _connected(self) -> list[torch.Tensor]:
         """The parameters that are told of this microbatch. Megatron's are not, unless all are: hooks on where their
@@ -99,8 +111,11 @@ class Delivery:
         return sent
 
     def close(self) -> torch.Tensor | None:
-        """Report what the boundaries saw; the largest of it, or None if none of them ran."""
-        seen, self._magnitudes = self._magnitudes, []
+        """Report what was seen; the largest of it, or None if nothing was."""
+        seen, self._magnitudes = [*self._magnitudes, *self._standing], []
+        failures, self._failures = self._failures, []
+        for failure, report in failures:
+            report(failure)
         if not seen:
             return None
         size = largest(seen)

@@ -84,8 +84,12 @@ class Pruner:
         constants: tuple[Any, ...] = (),
     ) -> Microbatch:
         """The next microbatch. constants: Python values that are likely to choose another program."""
+        return Microbatch(self.next_index(), models, known, named, constants)
+
+    def next_index(self) -> int:
+        """The number of the microbatch that begins now."""
         self._calls += 1
-        return Microbatch(self._calls - 1, models, known, named, constants)
+        return self._calls - 1
 
     def agree(self, plan: StepPlan) -> StepPlan:
         self._settle_trials(wait=self.schedule.decides_together())
@@ -277,7 +281,7 @@ class Pruner:
         residue = microbatch.known.residue()
         if residue is not None:
             self.guard.note("stale", microbatch.about, residue)
-            delivery.see(residue)
+            delivery.stands(residue)
         return delivery
 
     def note(self, microbatch: Microbatch, outcome: Live | Dead, audited: bool = False) -> None:
@@ -292,10 +296,9 @@ class Pruner:
         self._pruned += 1
         self.meter.dead(microbatch.shape, tokens, padding, backward=audited, filler=filler)
 
-    def ran_as_planned(self, plan: PlannedMicrobatch, shape: BatchShape, slots: int) -> None:
+    def ran_as_planned(self, index: int, plan: PlannedMicrobatch, shape: BatchShape, slots: int) -> None:
         """Book a live microbatch that nothing had to be decided about."""
-        self._decisions.append((self._calls, plan))
-        self._calls += 1
+        self._decisions.append((index, plan))
         self.meter.live(shape, *tokens_of(plan, slots), filler=plan.filler)
 
     def _poison(self) -> None:

@@ -38,7 +38,7 @@ class Routine:
         self._pruner, self._counts = pruner, counts
         self._kinds: dict[tuple[Any, ...], _Kind] = {}
 
-    def find(self, model: torch.nn.Module, batch: Any) -> tuple[PlannedMicrobatch, _Kind] | None:
+    def find(self, model: torch.nn.Module, batch: Any) -> tuple[int, PlannedMicrobatch, _Kind] | None:
         """What `book` must be told once the coming microbatch has run; None if it is no routine.
 
         Raises PruneError for factors that a batch, the first of its kind, does not have.
@@ -57,12 +57,12 @@ class Routine:
                 self._kinds.clear()
             self._kinds[key] = kind
         self._pruner.settle()
-        return plan, kind
+        return self._pruner.next_index(), plan, kind
 
-    def book(self, model: torch.nn.Module, found: tuple[PlannedMicrobatch, _Kind]) -> None:
+    def book(self, model: torch.nn.Module, found: tuple[int, PlannedMicrobatch, _Kind]) -> None:
         """The microbatch of `found` ran live."""
-        plan, kind = found
-        self._pruner.ran_as_planned(plan, kind.shape, kind.slots)
+        index, plan, kind = found
+        self._pruner.ran_as_planned(index, plan, kind.shape, kind.slots)
         if kind.replicated:
             self._pruner.parallel.ran_live((model,))
 

@@ -67,8 +67,8 @@ class TapeWatch(CallObserver):
         if leaf is not None:
             self._check_kind(leaf, tensor)
             self._enter(tensor, leaf.number)
-        if self._look is not None:
-            self._look.leaf(name, tensor)
+            if self._look is not None:
+                self._look.leaf(name, tensor)
 
     def matches(self, loss: torch.Tensor) -> bool:
         """Whether all calls of the tape were made and `loss` is what they lead to."""
@@ -91,6 +91,9 @@ class TapeWatch(CallObserver):
     def observe(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         entry = self._next()
         found = self._fit(entry, func, args, kwargs) if entry is not None else None
+        if found and self._look is not None:
+            for opened, tensor in found.items():
+                self._look.leaf(self._open[opened].name, tensor)  # before the call, which may write to it
         with nullcontext() if found is None or self._look is None else self._look.inside(self._position):
             result = func(*args, **kwargs)
         if name == "item":
