@@ -35,6 +35,13 @@ from gradprune.runtime.tape import (
 
 #: Calls that change how gradient flows through a tensor that they are given, beside those of the recorder.
 _REWIRING = EFFECTS | {"requires_grad_", "detach_", "set_"}
+#: Calls that give something else each time.
+_RANDOM = frozenset(
+    """alpha_dropout bernoulli binomial dropout dropout1d dropout2d dropout3d empty empty_like empty_strided
+    feature_alpha_dropout feature_dropout fractional_max_pool2d fractional_max_pool3d gumbel_softmax multinomial
+    native_dropout new_empty new_empty_strided normal poisson rand rand_like randint randint_like randn randn_like
+    randperm rrelu scaled_dot_product_attention multi_head_attention_forward""".split()
+)
 
 
 class _Differs(Exception):
@@ -131,6 +138,8 @@ class TapeWatch(CallObserver):
 
         A step that computes the same thing for a metric and for the loss may give either to the tape.
         """
+        if getattr(func, "__name__", "") in _RANDOM:
+            return None
         for index in self._passed.get(func, ()):
             entry = self._tape.entries[index]
             if index >= self._written and not entry.mutates and self._fit(entry, func, args, kwargs) == {}:

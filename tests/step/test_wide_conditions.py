@@ -196,3 +196,17 @@ def test_each_backward_is_poisoned():
     assert first.isnan().any()
     loss.backward()
     assert has_nan(model)
+
+
+def test_a_second_random_sample_is_not_the_first():
+    """The loss draws after the metric, which on the tape it does not: what is looked at would be the metric's."""
+
+    def loss(model, batch):
+        logp = logps(model, batch)
+        torch.exp(-F.dropout(logp, 0.9)).mean()
+        return weigh(torch.exp(-F.dropout(logp, 0.9)), 1.0, batch)
+
+    model, pruned = WideModel().eval(), gradprune.compile(loss, zero="adv * mask")
+    for seed in range(2):
+        pruned(model, dead_batch(seed)).backward()
+    assert [bool(decision.outcome) for decision in pruned.explain().decisions] == [False, True]
