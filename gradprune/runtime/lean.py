@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradprune.runtime.boundary import Call, float_leaves, replace
 from gradprune.runtime.model_state import Arguments, ModelState
-from gradprune.runtime.modes import hooks_are_allowed, inside_checkpoint
+from gradprune.runtime.modes import can_be_lent, function_modes, hooks_are_allowed, inside_checkpoint
 from gradprune.runtime.random_state import RandomState
 from gradprune.runtime.unsaved import Unsaved
 from gradprune.trees import leaves, map_tensors
@@ -53,6 +53,8 @@ class Lean:
         """
         if self._stateful or inside_checkpoint() or not torch.is_grad_enabled() or not hooks_are_allowed():
             return call()  # the user's own checkpoint keeps nothing either
+        if not all(map(can_be_lent, function_modes())):
+            return call()  # what the user's modes do is not known
         tensors = dict.fromkeys(tensor for _, tensor in leaves((call.args, call.kwargs)))
         given, recomputing = Arguments(tensors), _Recomputing(self, call.module, again)
         if call.compiled:

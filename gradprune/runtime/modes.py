@@ -4,39 +4,67 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 
-class Autocast:
-    """The settings of autocast at this moment, on CPUs and CUDA devices."""
+class Settings:
+    """What chooses kernels and types for a forward at this moment, on CPUs and CUDA devices: autocast, the default type
+    and devices, the kinds of attention that are allowed."""
 
     def __init__(self) -> None:
-        self._settings = [
+        self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
         ]
         self._caches = torch.is_autocast_cache_enabled()
+        self._dtype = torch.get_default_dtype()
+        self._devices = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
+        self._attention = [read() for read, _ in _ATTENTION]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """They are as they were, inside."""
-        now = Autocast()
+        now = Settings()
         torch.autocast_increment_nesting()
         self._put()
         try:
-            yield
+            with ExitStack() as devices:
+                for device in self._devices:
+                    devices.enter_context(device)
+                yield
         finally:
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
             now._put()
 
     def _put(self) -> None:
-        for kind, dtype, enabled in self._settings:
+        for kind, dtype, enabled in self._autocast:
             torch.set_autocast_dtype(kind, dtype)
             torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_cache_enabled(self._caches)
+        torch.set_default_dtype(self._dtype)
+        for (_, write), allowed in zip(_ATTENTION, self._attention):
+            write(allowed)
+
+
+_ATTENTION = [
+    (getattr(torch.backends.cuda, f"{kind}_sdp_enabled"), getattr(torch.backends.cuda, f"enable_{kind}_sdp"))
+    for kind in ("flash", "mem_efficient", "math", "cudnn")
+]
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Those on the stack of this thread, the topmost last."""
+    return list(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def can_be_lent(mode: TorchFunctionMode) -> bool:
+    """Whether `Settings` has all that there is to a mode."""
+    return isinstance(mode, DeviceContext)
 
 
 def mode_depth() -> tuple[int, int]:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -94,9 +94,31 @@ class ObservedRun:
         with replaced(saved_tensors_hooks, "__enter__", entered):
             yield
 
+    @contextmanager
+    def _noticing_inner_gradients(self) -> Iterator[None]:
+        """A backward inside the forward would ask for what is not kept; torch.func allows nobody to keep nothing."""
+
+        def noticed(function: Any) -> Any:
+            @functools.wraps(function)
+            def called(*args: Any, **kwargs: Any) -> Any:
+                self._stateful = True
+                return function(*args, **kwargs)
+
+            return called
+
+        places: list[tuple[Any, str]] = [
+            (torch.autograd, "_engine_run_backward"),
+            (torch._C._autograd, "_saved_tensors_hooks_disable"),
+        ]
+        with ExitStack() as patches:
+            for owner, name in places:
+                patches.enter_context(replaced(owner, name, noticed(getattr(owner, name))))
+            yield
+
     def _compute(self, name: str, call: Call) -> Any:
         before = fingerprint(call)
-        output = call()
+        with self._noticing_inner_gradients():
+            output = call()
         # What a forward threw away would be missing where a part of it is computed again.
         self._stateful |= keeps_state(call) or self._hooks.recomputing or fingerprint(call) != before
         return output

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradprune.runtime.modes import Autocast
+from gradprune.runtime.ledger import version_of
+from gradprune.runtime.modes import Settings
 
 Forward = Callable[[], Any]
 
@@ -31,13 +32,16 @@ class _Saved:
 
 
 class Unsaved:
-    """One forward. again: opened around the second run of it; that must save as many tensors, in the same order."""
+    """One forward. again: opened around the second run of it; that must save tensors of the same sizes, in the same
+    order. Nested tensors are kept: each is of a size of its own."""
 
     def __init__(self, forward: Forward, again: AbstractContextManager[Any]) -> None:
-        self._forward, self._again, self._autocast = forward, again, Autocast()
-        self._count = 0
+        self._forward, self._again, self._settings = forward, again, Settings()
+        self._sizes: list[int] = []
         self._complete = False
-        self._tensors: list[torch.Tensor | None] | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._has_run_again = False
         self._lock = threading.RLock()  # nodes of several devices run in threads of their own
 
     def run(self) -> Any:
@@ -48,31 +52,52 @@ class Unsaved:
         return output
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        saved = _Saved(self._count)
-        self._count += 1
+        saved = _Saved(len(self._sizes))
+        if tensor.is_nested:
+            saved.tensor = tensor.detach()
+            self._sizes.append(0)
+        else:
+            self._sizes.append(tensor.numel())
         return saved
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         with self._lock:
-            if self._tensors is None:
-                self._tensors = self._run_again()
             if saved.tensor is None:
-                saved.tensor, self._tensors[saved.index] = self._tensors[saved.index], None
-        assert saved.tensor is not None
+                if not self._has_run_again:
+                    self._run_again()
+                saved.tensor = self._take(saved.index)
         return saved.tensor
 
-    def _run_again(self) -> list[torch.Tensor | None]:
-        tensors: list[torch.Tensor | None] = []
+    def _take(self, index: int) -> torch.Tensor:
+        tensor, self._tensors[index] = self._tensors[index], _TAKEN
+        if version_of(tensor) != self._versions[index]:
+            raise RuntimeError(
+                f"a tensor {list(tensor.shape)} that the model's backward needs was written to after it was saved, in "
+                "place: one of the variables needed for gradient computation has been modified by an inplace operation"
+            )
+        return tensor
+
+    def _run_again(self) -> None:
+        sizes: list[int] = []
+        self._tensors, self._versions = [], []
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            tensors.append(tensor.detach())  # not the graph of this run, which would keep itself alive
-            return tensors[-1]  # type: ignore[return-value]
+            sizes.append(0 if tensor.is_nested else tensor.numel())
+            kept = tensor.detach()  # not the graph of this run, which would keep itself alive
+            self._tensors.append(kept)
+            self._versions.append(version_of(kept))
+            return kept
 
-        with self._again, self._autocast.lent(), torch.enable_grad(), saved_tensors_hooks(keep, lambda kept: kept):
+        hooks = saved_tensors_hooks(keep, lambda kept: kept)
+        with torch.inference_mode(False), torch.enable_grad(), self._again, self._settings.lent(), hooks:
             self._forward()
-        if self._complete and len(tensors) != self._count:
+        self._has_run_again = True
+        if self._complete and sizes != self._sizes:
             raise RuntimeError(
-                f"the model's forward saved {self._count} tensors, and {len(tensors)} when it was run again for its "
-                "backward: it depends on something that changed since"
+                f"the model's forward saved {len(self._sizes)} tensors of {sum(self._sizes)} elements, and "
+                f"{len(sizes)} of {sum(sizes)} when it was run again for its backward: it depends on something that "
+                "changed since"
             )
-        return tensors
+
+
+_TAKEN = torch.empty(0, device="cpu")

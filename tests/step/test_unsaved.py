@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from gradprune.runtime.random_state import RandomState
@@ -112,6 +113,72 @@ def test_leaves_autocast_as_the_backward_found_it():
     assert not torch.is_autocast_enabled("cpu")
 
 
+def settings():
+    allowed = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+    return torch.empty(1).dtype, torch.empty(1).device.type, *allowed
+
+
+@contextmanager
+def default_type():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("around", [default_type, lambda: torch.device("meta"), lambda: sdpa_kernel([SDPBackend.MATH])])
+def test_runs_again_under_the_settings_of_the_first_time(around):
+    seen = []
+
+    def forward():
+        seen.append(settings())
+        return plain(weight, x)
+
+    weight, x = inputs()
+    before = settings()
+    with around():
+        loss = Unsaved(forward, nullcontext()).run()
+    loss.backward()
+    assert seen[0] == seen[1] != before == settings()
+
+
+def test_backward_under_inference_mode():
+    gradients = []
+    for unsaved in (False, True):
+        weight, x = inputs()
+        loss = Unsaved(lambda: plain(weight, x), nullcontext()).run() if unsaved else plain(weight, x)  # noqa: B023
+        with torch.inference_mode():
+            loss.backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_says_so_where_a_saved_tensor_is_written_to():
+    def forward():
+        hidden = torch.exp(x @ weight)
+        hidden.add_(1)
+        return hidden.sum()
+
+    weight, x = inputs()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Unsaved(forward, nullcontext()).run().backward()
+
+
+def test_nested_tensors_are_kept():
+    def forward():
+        rows = torch.nested.as_nested_tensor([x[:1] @ weight, x[1:] @ weight], layout=torch.jagged)
+        return (torch.tanh(rows) * 2).values().sum()
+
+    gradients = []
+    for unsaved in (False, True):
+        weight, x = inputs()
+        (Unsaved(forward, nullcontext()).run() if unsaved else forward()).backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients)
+
+
 def test_runs_again_once_for_all_backwards():
     calls = []
 
@@ -158,7 +225,7 @@ def test_says_so_where_the_second_run_is_another():
         return plain(weight, x) if len(runs) == 1 else (x @ weight).sum()
 
     loss = Unsaved(forward, nullcontext()).run()
-    with pytest.raises(RuntimeError, match=r"saved \d+ tensors, and \d when it was run again"):
+    with pytest.raises(RuntimeError, match=r"saved 3 tensors of .*, and 1 of \d+ when it was run again"):
         loss.backward()
 
 
