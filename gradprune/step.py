@@ -15,13 +15,13 @@ from gradprune.flops import FlopReport
 from gradprune.planner import StepPlan
 from gradprune.planning.binding import BoundPlan
 from gradprune.runtime.attempts import Run, start
+from gradprune.runtime.batch import batch_constants, batch_leaves
 from gradprune.runtime.compiled import CompiledRun, uses_compiled
 from gradprune.runtime.guard import OnViolation
 from gradprune.runtime.known import Known, examine
 from gradprune.runtime.microbatch import Microbatch, Policy
 from gradprune.runtime.pruner import Pruner
 from gradprune.runtime.routine import Routine
-from gradprune.runtime.runs import batch_constants, batch_leaves
 from gradprune.runtime.stage_run import run_stage
 from gradprune.schedule import Schedule, no_schedule
 

@@ -13,9 +13,9 @@ from gradprune.counting.fit import BatchShape
 from gradprune.errors import PruneError
 from gradprune.facts import Hypothesis
 from gradprune.planning.binding import PlannedMicrobatch
+from gradprune.runtime.batch import family
 from gradprune.runtime.guard import OnViolation
 from gradprune.runtime.known import Known
-from gradprune.runtime.runs import family
 
 
 @dataclass(frozen=True)

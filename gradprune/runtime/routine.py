@@ -11,10 +11,10 @@ import torch
 
 from gradprune.counting.fit import BatchShape
 from gradprune.planning.binding import PlannedMicrobatch, planned
+from gradprune.runtime.batch import batch_leaves, is_flat
 from gradprune.runtime.known import examine
 from gradprune.runtime.microbatch import shape_of, slots_of
 from gradprune.runtime.pruner import Pruner
-from gradprune.runtime.runs import batch_leaves, is_flat
 
 #: Kinds remembered at most.
 _MANY = 4096

@@ -7,10 +7,8 @@ and modes are on only inside a segment.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,15 +16,15 @@ import torch.utils.checkpoint
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from gradprune.facts import SourceLine, Verdict
-from gradprune.frames import is_user_file, user_line
+from gradprune.facts import Verdict
 from gradprune.patching import replaced
-from gradprune.runtime.boundary import Boundary, Call, float_leaves, modules_of, replace, trainable_modules
+from gradprune.runtime.boundary import Boundary, Call, float_leaves, replace, trainable_modules
 from gradprune.runtime.checks import Looker
 from gradprune.runtime.dead import shield
 from gradprune.runtime.graphs import Arrivals, Reach, reach_of
 from gradprune.runtime.lean import Lean
 from gradprune.runtime.model_state import fingerprint, keeps_state
+from gradprune.runtime.notices import InnerGradients, TensorHooks, sparse_gradient, unseen_functions
 from gradprune.runtime.proofs import Proof, weak
 from gradprune.runtime.python_state import scalars_of
 from gradprune.runtime.recorder import Recorder
@@ -34,22 +32,9 @@ from gradprune.runtime.tape import Tape
 from gradprune.runtime.watch import TapeWatch
 from gradprune.schedule import Forward, Schedule
 from gradprune.trace.admission import Admission
-from gradprune.trees import leaves
 
 #: Outputs so many times larger than the batch (logits) make the loss's own backward costly: it is run for a sample.
 _WIDE = 16
-
-
-def batch_leaves(batch: Any) -> dict[str, torch.Tensor]:
-    """Every tensor of a batch by its name there, ``"batch.advantages"``."""
-    if is_flat(batch):
-        return {f"batch.{key}": value for key, value in batch.items() if type(value) is torch.Tensor}
-    return dict(leaves(batch, "batch"))
-
-
-def is_flat(batch: Any) -> bool:
-    """Whether a batch is a plain dict of tensors and constants."""
-    return type(batch) is dict and all(map(_FLAT.__contains__, map(type, batch.values())))
 
 
 class ObservedRun:
@@ -94,31 +79,12 @@ class ObservedRun:
         with replaced(saved_tensors_hooks, "__enter__", entered):
             yield
 
-    @contextmanager
-    def _noticing_inner_gradients(self) -> Iterator[None]:
-        """A backward inside the forward would ask for what is not kept; torch.func allows nobody to keep nothing."""
-
-        def noticed(function: Any) -> Any:
-            @functools.wraps(function)
-            def called(*args: Any, **kwargs: Any) -> Any:
-                self._stateful = True
-                return function(*args, **kwargs)
-
-            return called
-
-        places: list[tuple[Any, str]] = [
-            (torch.autograd, "_engine_run_backward"),
-            (torch._C._autograd, "_saved_tensors_hooks_disable"),
-        ]
-        with ExitStack() as patches:
-            for owner, name in places:
-                patches.enter_context(replaced(owner, name, noticed(getattr(owner, name))))
-            yield
-
     def _compute(self, name: str, call: Call) -> Any:
         before = fingerprint(call)
-        with self._noticing_inner_gradients():
+        inner = InnerGradients()
+        with inner.noticed():
             output = call()
+        self._stateful |= inner.met
         # What a forward threw away would be missing where a part of it is computed again.
         self._stateful |= keeps_state(call) or self._hooks.recomputing or fingerprint(call) != before
         return output
@@ -192,64 +158,6 @@ class ObservedRun:
             self._stateful,
             frozenset(self._linked),
         )
-
-
-class TensorHooks:
-    """Notices hooks that the user's code puts on tensors, inside the model too: they would not be called.
-
-    Those by which a framework recomputes would be called for nothing: they are let go of instead.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._where: SourceLine | None = None
-        self._forgetting: list[Callable[[], None]] = []
-
-    @contextmanager
-    def noticed(self) -> Iterator[None]:
-        register: Any = torch.Tensor.register_hook
-
-        @functools.wraps(register)
-        def registered(tensor: torch.Tensor, hook: Any) -> Any:
-            if (forget := self._schedule.recomputes(hook)) is not None:
-                self._forgetting.append(forget)
-            elif self._where is None and is_user_file(sys._getframe(1).f_code.co_filename):
-                self._where = user_line()
-            return register(tensor, hook)
-
-        with replaced(torch.Tensor, "register_hook", registered):
-            yield
-
-    @property
-    def recomputing(self) -> bool:
-        """Whether a hook was noticed that computes again what the forward threw away."""
-        return bool(self._forgetting)
-
-    def forget(self) -> None:
-        """Let go of what such hooks hold: they will not be called."""
-        for forget in self._forgetting:
-            forget()
-        self._forgetting.clear()
-
-    def objection(self) -> str | None:
-        return None if self._where is None else f"a hook on a tensor sees its gradient, at {self._where}"
-
-
-def unseen_functions(reach: Reach, applied: Container[Any]) -> str | None:
-    """An objection to Functions of the loss whose call was not seen: their ``apply`` was bound to a name before."""
-    for kind in reach.of_loss:
-        function: Any = kind
-        if function._forward_cls not in applied:
-            return f"{function._forward_cls.__qualname__}.apply was called by a name that was bound to it before"
-    return None
-
-
-def sparse_gradient(entries: Iterable[torch.nn.Module]) -> str | None:
-    """An objection to modules whose gradient is sparse: a zero would be of another layout."""
-    for module in (module for entry in entries for module in modules_of(entry)):
-        if getattr(module, "sparse", False) is True:
-            return f"{type(module).__name__} with sparse=True has sparse gradients"
-    return None
 
 
 def _others(modules: Iterable[torch.nn.Module], known: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -374,27 +282,3 @@ def same_kernels() -> Iterator[None]:
     finally:
         torch.utils.checkpoint.check_backward_validity = check
         torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def family(
-    models: Mapping[str, torch.nn.Module], named: Mapping[str, torch.Tensor], constants: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """What sets the programs of two microbatches apart before any of it runs: kinds of tensors, modes, constants, and
-    which parameters there are and are trained."""
-    kinds = tuple((name, tensor.dim(), tensor.dtype, tensor.device.type) for name, tensor in named.items())
-    autocast = tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-    modes = tuple((name, id(model), model.training) for name, model in models.items())
-    owners = (module._parameters.values() for model in models.values() for module in modules_of(model))
-    parameters = tuple((id(p), p.requires_grad) for owned in owners for p in owned if p is not None)
-    return modes, parameters, autocast, kinds, constants
-
-
-def batch_constants(batch: Any) -> tuple[tuple[str, str, Any], ...]:
-    """The Python values in a batch that is a mapping, by name and type."""
-    items = batch.items() if isinstance(batch, Mapping) else ()
-    found = [(str(key), type(value).__name__, value) for key, value in items if isinstance(value, _CONSTANTS)]
-    return tuple(sorted(found))
-
-
-_CONSTANTS = (bool, int, float, str)
-_FLAT = frozenset([torch.Tensor, *_CONSTANTS, type(None)])
