@@ -67,6 +67,11 @@ def can_be_lent(mode: TorchFunctionMode) -> bool:
     return isinstance(mode, DeviceContext)
 
 
+def is_compiling() -> bool:
+    """Whether torch.compile is at work in this thread."""
+    return torch._guards.TracingContext.try_get() is not None  # type: ignore[no-untyped-call]
+
+
 def mode_depth() -> tuple[int, int]:
     """Function modes and dispatch modes on the stacks of this thread: one may be left only while it is the topmost."""
     return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()

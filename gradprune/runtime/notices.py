@@ -15,6 +15,7 @@ from gradprune.frames import is_user_file, user_line
 from gradprune.patching import replaced
 from gradprune.runtime.boundary import modules_of
 from gradprune.runtime.graphs import Reach
+from gradprune.runtime.modes import is_compiling
 from gradprune.schedule import Schedule
 
 
@@ -80,7 +81,7 @@ class InnerGradients:
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
-            self.met = True
+            self.met = self.met or not is_compiling()  # which differentiates what it compiles
             return function(*args, **kwargs)
 
         return called
