@@ -82,7 +82,8 @@ class Condition:
         ``nonempty`` (the tensor has elements).
     value: the operator that computed it, for a reader.
     call: index of the torch call in the traced program (`joint.CallStream`) in which the value is computed; None where
-        it is a value of the backward, which only running the loss's backward up to the boundary can show.
+        it is an input, or cannot be told from others inside of its call, or is a value of the backward, which only
+        running the loss's backward up to the boundary can show.
     inside: the ATen operator that computes the value on the way to the result of that call, and the only one of its
         name there (``"aten._log_softmax.default"`` in a cross entropy); "" where the value is the result itself.
     along: a dimension along which all elements are NaN if one is; None if there is none, or not known.

@@ -99,7 +99,7 @@ def _place(node: Node, calls: Mapping[int, list[Node]]) -> tuple[int | None, str
 
 
 def _condition(need: Need, names: Mapping[Node, str], call: int | None, inside: str, necessary: Necessary) -> Condition:
-    where, seen = need.node.meta.get("where"), need.node
+    where = need.node.meta.get("where")
     together: Any = need.node.args[1] if operator_name(need.node.target) in _NAN_TOGETHER else None
     along = together if need.kind == "notnan" else None
     seen = need.node

@@ -2,7 +2,8 @@
 
 A condition is enough for a proof, and that is all the proof asks. To poison a gradient because it fails, without a
 look at the gradient, it must be necessary: what is not finite must come down to a gradient by operators that hand it
-on, or the value depends on nothing but factors of the hypothesis, whose product would then not be zero.
+on, or the value depends on nothing but factors of the hypothesis, whose product would then not be zero. A number beyond
+`BOUND` counts as infinite here.
 
 One operator on the way may wipe out rows and is seen through: the backward of ``nll_loss``, where labels are ignored.
 The condition is then one on the other rows.
@@ -24,13 +25,10 @@ Users = Callable[[Node], Iterable[Node]]
 _SPREADING_BACKWARD: Final = {
     "slice_backward": (0,),
     "select_backward": (0,),
-    "constant_pad_nd": (0,),
-    "embedding_dense_backward": (0,),
     "_log_softmax_backward_data": (0,),
     "_softmax_backward_data": (0, 1),
     "tanh_backward": (0, 1),
     "sigmoid_backward": (0, 1),
-    "scatter_add": (3,),
     "slice_scatter": (1,),
     "select_scatter": (1,),
 }
@@ -64,7 +62,8 @@ class Necessity:
     def of(self, need: Need, copies: Iterable[Node]) -> Necessary:
         """copies: nodes that compute the value of `need` again."""
         nodes = [need.node, *copies]
-        if self._depends_on_factors(need.node) or any(self._arrives(_hit(need.kind, node)) for node in nodes):
+        by_factors = need.kind in ("finite", "notnan", "bounded") and self._depends_on_factors(need.node)
+        if by_factors or any(self._arrives(_hit(need.kind, node)) for node in nodes):
             return Necessary(True)
         for node in nodes:
             for nll in self._in_order(node, need.kind):
@@ -150,6 +149,11 @@ def _handing_on(node: Node) -> list[Node]:
     name = _name(node)
     if name in _NLL:
         return []  # where labels are ignored, its result is zero
+    if name == "scatter_add":  # elements beyond the index are left out
+        return _nodes(node.args[3:4]) if _count(node.args[2]) == _count(node.args[3]) else []
+    if name == "constant_pad_nd":
+        sizes: Any = node.args[1]
+        return _nodes(node.args[:1]) if all(isinstance(size, int) and size >= 0 for size in sizes) else []
     if name == "index_put" and len(node.args) > 3 and node.args[3] is True:
         return _nodes(node.args[2:3])
     places = _SPREADING_BACKWARD.get(name)

@@ -30,6 +30,14 @@ class TinyModel(torch.nn.Module):
         return self.head(self.norm(hidden.transpose(1, 2)).transpose(1, 2))
 
 
+class WideModel(TinyModel):
+    """Logits over a vocabulary much larger than a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Linear(8, 512)
+
+
 def make_batch(rows: int, tokens: int, *, dead: bool, seed: int, off_policy: float = 0.3) -> dict[str, torch.Tensor]:
     """A batch whose rows hold `tokens` scored tokens; a dead one has advantages of zero, or a mask of zero, per row."""
     gen = torch.Generator().manual_seed(seed)

@@ -9,16 +9,8 @@ import torch
 
 import gradprune
 from gradprune.errors import ViolationError
-from tests.step.arms import TinyModel, assert_equal, make_batch, outcomes, train
+from tests.step.arms import TinyModel, WideModel, assert_equal, make_batch, outcomes, train
 from tests.step.losses import Loss, by_where, grpo
-
-
-class WideModel(TinyModel):
-    """Logits over a vocabulary much larger than a batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(8, 512)
 
 
 def unclamped(model, batch):

@@ -11,18 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import gradprune
-from tests.step.arms import TinyModel, make_batch
-
-WIDTH = 512
-
-
-class WideModel(TinyModel):
-    """Logits over a vocabulary much larger than a batch."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        super().__init__()
-        self.head = torch.nn.Linear(8, WIDTH)
+from tests.step.arms import WideModel, make_batch
 
 
 def weigh(logp, weight, batch):
@@ -68,6 +57,19 @@ def second_chunk(model, batch):
 def second_moment(model, batch):
     _, mean = torch.var_mean(batch["old"])
     return weigh(logps(model, batch), mean, batch)
+
+
+def by_its_own_sum(model, batch):
+    """Where all is masked, the divisor is zero, and a mask wipes out what comes of it."""
+    share = torch.where(batch["mask"] > 0, logps(model, batch) / batch["mask"].sum(), 0.0)
+    return (share * batch["adv"][:, None]).sum()
+
+
+def by_the_largest(model, batch):
+    """Nothing divided by nothing, where another branch is taken."""
+    largest = batch["adv"].abs().amax()
+    term = logps(model, batch) * (batch["adv"][:, None] / largest) * batch["mask"]
+    return torch.where(largest > 0, term, logps(model, batch) * batch["adv"][:, None]).sum()
 
 
 def from_numpy(model, batch):
@@ -116,7 +118,17 @@ def labels(batch):
 
 LOSSES = [
     *(ratio, written_at_an_index, written_into_zeros, view_written_in_place, second_result, second_chunk),
-    *(second_moment, from_numpy, of_a_slice, of_masked_rows, cross_entropy, smoothed, transposed, of_images),
+    *(
+        second_moment,
+        by_its_own_sum,
+        from_numpy,
+        of_a_slice,
+        of_masked_rows,
+        cross_entropy,
+        smoothed,
+        transposed,
+        of_images,
+    ),
 ]
 VALUES = (-300.0, math.nan, math.inf, -math.inf, 1e30)
 PLACES = [(0, 0), (1, 0), (1, 4)]  # the first row is masked out
@@ -151,7 +163,21 @@ def test_poisons_where_the_unpruned_gradient_is_not_finite(loss):
         assert has_nan(model) == expected, (value, place)
         broken += expected
     assert pruned.explain().dead >= len(VALUES) * len(PLACES)  # one more is dead or tells another program apart
-    assert broken or loss is of_masked_rows
+    assert broken or loss in (of_masked_rows, by_its_own_sum)
+
+
+@pytest.mark.parametrize("loss", [ratio, by_its_own_sum, by_the_largest, cross_entropy])
+def test_a_microbatch_that_is_masked_out_altogether(loss):
+    model, pruned = WideModel().eval(), gradprune.compile(loss, zero="adv * mask")
+    for seed in range(3):
+        batch = dead_batch(seed)
+        batch["mask"][:] = float(seed == 0)
+        model.zero_grad()
+        loss(model, batch).backward()
+        expected = has_nan(model)
+        model.zero_grad()
+        pruned(model, batch).backward()
+        assert has_nan(model) == expected
 
 
 def test_closure_tensor_is_looked_at():
